@@ -1,0 +1,154 @@
+"""deployment.toml: the overlay that a person writes. Parsing is pure; nothing edits a Deployment later."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from app.errors import BadDeployment
+
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Precision = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
+
+
+class SidConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How an SID is written. sizes: codes of each step. token_base, tokens, prefix: token models only (docs/models.md)."""
+
+    sizes: tuple[Annotated[int, Meta(ge=1, le=2**24)], ...]
+    token_base: tuple[Natural, ...] | None = None
+    tokens: str | None = None
+    prefix: tuple[Natural, ...] = ()
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a server must be able to hold. widths () means 512 after every step; `parse` fills it in."""
+
+    widths: tuple[Positive, ...] = ()
+    rows: Positive = 16384
+    batch: Positive = 32
+    context: Positive = 512
+    k: Positive = 1000
+    queue: Positive = 1024
+    rollback: Natural = 1
+
+
+class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The process: sockets, admin, state. Times in seconds, sizes in bytes."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    admin_port: Port = 8001
+    admin_auth: Literal["token", "none"] = "token"
+    admin_tokens: str | None = None
+    policy_override: bool = False
+    state_dir: str = "state"
+    max_body: Positive = 8 * 2**20
+    read_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
+    keep_alive_s: Annotated[float, Meta(gt=0, le=3600)] = 75.0
+    drain_delay_s: Annotated[float, Meta(ge=0, le=600)] = 0.5
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
+    threads: Natural = 0
+
+
+class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """level: lowest level written."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A parsed deployment.toml. `family` is checked against the installed families by the composition root."""
+
+    family: str
+    sid: SidConfig
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Precision = "auto"
+    limits: Limits = Limits()
+    server: Server = Server()
+    log: Log = Log()
+
+
+def parse(text: str, file: str = "deployment.toml") -> Deployment:
+    """Read a deployment overlay.
+
+    Raises BadDeployment with file and line for TOML errors, unknown keys, wrong types and values that contradict each
+    other. `limits.policy_override` is accepted as another place for `server.policy_override`.
+    """
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        raise BadDeployment(str(error), file=file, line=int(line[1]) if line else 0) from error
+    tree = _move_override(tree, text, file)
+    try:
+        deployment = msgspec.convert(tree, Deployment)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `")
+        place = path.rstrip("`") or "$"
+        raise BadDeployment(
+            f"{message} ({place})" if place != "$" else message, file=file, line=locate(text, place, message)
+        ) from error
+    return _checked(deployment, text, file)
+
+
+def _move_override(tree: dict[str, object], text: str, file: str) -> dict[str, object]:
+    limits, server = tree.get("limits"), tree.get("server", {})
+    if not (isinstance(limits, dict) and isinstance(server, dict) and "policy_override" in limits):
+        return tree
+    if "policy_override" in server:
+        line = locate(text, "$.limits.policy_override")
+        raise BadDeployment("`policy_override` is given under both [limits] and [server]", file=file, line=line)
+    rest = {key: value for key, value in limits.items() if key != "policy_override"}
+    return {**tree, "limits": rest, "server": {**server, "policy_override": limits["policy_override"]}}
+
+
+def _checked(deployment: Deployment, text: str, file: str) -> Deployment:
+    def bad(message: str, path: str) -> BadDeployment:
+        return BadDeployment(message, file=file, line=locate(text, path))
+
+    sid, limits = deployment.sid, deployment.limits
+    steps = len(sid.sizes)
+    if not 1 <= steps <= 16:
+        raise bad(f"`sizes` has {steps} steps; 1 to 16 are possible", "$.sid.sizes")
+    if sid.token_base is not None and sid.tokens is not None:
+        raise bad("give `token_base` or `tokens`, not both", "$.sid.tokens")
+    if sid.token_base is not None and len(sid.token_base) != steps:
+        raise bad(f"`token_base` has {len(sid.token_base)} entries for {steps} steps", "$.sid.token_base")
+    if limits.widths and len(limits.widths) != steps:
+        raise bad(f"`widths` has {len(limits.widths)} entries for {steps} steps", "$.limits.widths")
+    widths = limits.widths or (512,) * steps
+    if max(widths) > limits.rows:
+        raise bad(
+            f"width {max(widths)} is above `rows` {limits.rows}",
+            "$.limits.rows" if not limits.widths else "$.limits.widths",
+        )
+    return msgspec.structs.replace(deployment, limits=msgspec.structs.replace(limits, widths=widths))
+
+
+def locate(text: str, path: str, message: str = "") -> int:
+    """The line (1-based; 0 = not found) of a msgspec path such as `$.sid.sizes[1]` in TOML text.
+
+    An unknown field is named in the message, not in the path, so the message is searched for it.
+    """
+    unknown = re.search(r"unknown field `([^`]+)`", message)
+    keys = re.findall(r"\.([A-Za-z0-9_-]+)", path) + ([unknown[1]] if unknown else [])
+    section, line_of_section = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        header = re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line)
+        if header:
+            section = header[1]
+            if section == ".".join(keys):
+                return number
+            if keys and section == ".".join(keys[:-1]):
+                line_of_section = number
+            continue
+        key = re.match(r"\s*([A-Za-z0-9_.\"-]+)\s*=", line)
+        if key and keys and ".".join(filter(None, [section, key[1].strip('"')])) == ".".join(keys):
+            return number
+    return line_of_section

@@ -1,0 +1,301 @@
+"""The data that every room speaks. Nothing here computes.
+
+Letters: R requests, W beams of a request, N rows of the flat batch, C_t codes of step t, K survivors, L steps,
+t = 1..L. A *row* is one live partial SID. Rows of a request are contiguous; their physical order inside the request
+is free, since `order` carries the ranking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, dtype
+
+from app.config import Limits
+
+Array = npt.NDArray[np.generic]
+
+
+# ---- what a client asks --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryIds:
+    """The user's items in time order, as item ids; the pinned vocab turns them into SIDs."""
+
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """A prompt for token models, as the model's own tokenizer gives it."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Feature tensors by contract name: fp32 arrays [positions, dim]."""
+
+    tensors: Mapping[str, npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One recommendation request as the runtime takes it (the wire form is `api.wire`).
+
+    received    monotonic seconds when the body had been read
+    deadline    monotonic seconds, or None
+    user, ctx   numbers and strings that policies may read
+    """
+
+    request_id: str
+    context: HistoryIds | TokenIds | Embeddings
+    k: int
+    user_id: str | None = None
+    policy: str | None = None
+    exclude: tuple[str, ...] = ()
+    ctx: Mapping[str, str] = field(default_factory=dict)
+    user: Mapping[str, float] = field(default_factory=dict)
+    received: float = 0.0
+    deadline: float | None = None
+    seed: int | None = None
+
+
+# ---- what the engine is given and gives ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A context for `Family.prepare`: the SIDs of the user's items, oldest first. codes [items, L] int32."""
+
+    codes: npt.NDArray[np.int32]
+
+
+Context = History | TokenIds | Embeddings
+Inputs = Mapping[str, Array]
+"""One request's model inputs by name: arrays [positions, *shape of its InputSpec]."""
+
+
+class Ragged(NamedTuple):
+    """One input of all requests of a batch, laid end to end.
+
+    values  [T, *shape]
+    start   [R + 1] int32; request r owns values[start[r]:start[r + 1]]
+    """
+
+    values: Tensor
+    start: Tensor
+
+
+Contexts = Mapping[str, Ragged]
+Arena = Mapping[str, Tensor]
+"""The state of one batch by name, allocated once from `StateSpec`s; addresses never change while the contract lives.
+
+scope "request":  [limits.batch, *shape]          row r belongs to request r of the batch
+scope "row":      [L - 1, limits.rows, *shape]    slot (t, n) is written by step t for its row n, and by nobody later;
+                                                  step L writes none, since nothing reads it
+"""
+
+
+class Rows(NamedTuple):
+    """The rows of one decode step, flat over its requests (N planned rows; tombstones included).
+
+    codes      [N] int32       the code chosen at step t - 1; 0 at step 1 (the BOS row) and for tombstones
+    request    [N] int32       which request of the batch; non-decreasing
+    row_start  [R + 1] int32   rows row_start[r]:row_start[r + 1] belong to request r
+    ancestry   [N, t - 1] int32  column j - 1 is the slot of step j that belongs to the row's prefix: h_t(b, j), OneLA 3.3
+    compact    True where ancestry is the identity (RecoGEM 3.2's compaction has moved the state): engines may then
+               read slots 0..N-1 directly
+    full       whether some policy of the batch normalises over everything the model can emit; where False, the
+               engine may leave `log_norm` out
+    """
+
+    codes: Tensor
+    request: Tensor
+    row_start: Tensor
+    ancestry: Tensor
+    compact: bool
+    full: bool
+
+
+class StepOutput(NamedTuple):
+    """What a decode step says about its rows.
+
+    logits    [N, C_t] float, any float dtype; -inf where a code has no token
+    log_norm  [N] float32: log-sum-exp over everything the model can emit at this step; None where that is just the
+              step's codes (then the selection computes it), or where `Rows.full` is False
+    heads     named extras, [N] or [N, C_t] float32, as the contract declares
+    """
+
+    logits: Tensor
+    log_norm: Tensor | None
+    heads: Mapping[str, Tensor]
+
+
+class Survivors(NamedTuple):
+    """What selection keeps of one step: the planned rows of the next, flat over all requests.
+
+    parent   [N'] int32    row of this step; -1 = tombstone
+    code     [N'] int32    -1 = tombstone
+    order    [N'] int32    place in T0 inside the request (rank descending, then parent's order * C + code ascending)
+    score    [N'] float32  nats, carried; -inf = tombstone
+    node     [N'] int32    trie node of the new prefix; -1 where it is no prefix of the catalogue, and for tombstones
+    n_valid  [R] int32
+    """
+
+    parent: Tensor
+    code: Tensor
+    order: Tensor
+    score: Tensor
+    node: Tensor
+    n_valid: Tensor
+
+
+# ---- the contract --------------------------------------------------------------------------------------------------
+
+
+class InputSpec(NamedTuple):
+    """One named context input. shape is that of a position; at most `positions` of them a request."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: dtype
+    positions: int
+
+
+class StateSpec(NamedTuple):
+    """One carried tensor; `shape` is that of one request or one row slot (see `Arena`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: dtype
+    scope: Literal["request", "row"]
+
+
+class HeadSpec(NamedTuple):
+    """An extra output of a step that policies may read as `head.<name>`; scope "row" is [N], "code" is [N, C_t]."""
+
+    name: str
+    scope: Literal["row", "code"]
+
+
+class WeightSpec(NamedTuple):
+    """One tensor that a weights artifact must hold."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class StepShape(NamedTuple):
+    """Step t: `codes` C_t, and the widest beam that a policy may ask for after it."""
+
+    t: int
+    codes: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """The description of a deployment that artifacts and policies are checked against (RecoGEM 3.1).
+
+    `id` is made from everything else here: two deployments with one id can exchange artifacts.
+    `config` is the canonical JSON of the model's own configuration values.
+    """
+
+    id: str
+    family: str
+    steps: tuple[StepShape, ...]
+    limits: Limits
+    precision: str
+    inputs: tuple[InputSpec, ...]
+    states: tuple[StateSpec, ...]
+    heads: tuple[HeadSpec, ...]
+    weights: tuple[WeightSpec, ...]
+    log_norm: bool
+    config: str
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """C_1..C_L."""
+        return tuple(step.codes for step in self.steps)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widest beam after each step."""
+        return tuple(step.width for step in self.steps)
+
+
+# ---- what comes back -----------------------------------------------------------------------------------------------
+
+
+class Versions(NamedTuple):
+    """Everything that made an answer, as `versions` of the answer shows it."""
+
+    snapshot: str
+    weights: str
+    vocab: str
+    policy: str
+    policy_id: str
+    contract: str
+
+
+class Item(NamedTuple):
+    """One recommended item; `score` is finite."""
+
+    id: str
+    score: float
+    sid: tuple[int, ...]
+
+
+class Exposure(NamedTuple):
+    """One experiment's decision for one request."""
+
+    layer: str
+    name: str
+    arm: str
+    reason: str
+    coverage: float | None = None
+
+
+class Timings(NamedTuple):
+    """Milliseconds: waiting in the queue, context stage, decode + selection of all steps + final, admission to answer."""
+
+    queue: float
+    context: float
+    decode: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The answer to one request, before it is encoded. `unknown_*` count ids that the pinned vocab does not know;
+    `batch_*` say what it was served with (requests, and rows of the widest step)."""
+
+    request_id: str
+    items: tuple[Item, ...]
+    status: Literal["ok", "underfilled", "no_candidates"]
+    reason: str | None
+    versions: Versions
+    experiments: tuple[Exposure, ...]
+    seed: int
+    load: str | None
+    unknown_history: int
+    unknown_exclude: int
+    timings: Timings
+    batch_requests: int
+    batch_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """The ranked list of one request: items [k'] int64 (item numbers of the pinned vocab), scores [k'] float32
+    (finite, best first), sids [k', L] int32."""
+
+    items: npt.NDArray[np.int64]
+    scores: npt.NDArray[np.float32]
+    sids: npt.NDArray[np.int32]

@@ -1,0 +1,101 @@
+"""What a model family is: tensor computation of one model, and nothing else.
+
+A family is one file here (or a plug-in under the entry point group `widebeam.families`). It knows no requests, no
+policies, no versions, no beams as a tree: it sees contexts, flat rows and an arena.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from app.config import Limits, SidConfig
+from app.core import Arena, Context, Contexts, HeadSpec, Inputs, InputSpec, Rows, StateSpec, StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What lies beside the tensors of a weights version. `config` is config.json; `directory` is for tokenizer files
+    (read only at load); `shapes` are the tensors of the safetensors files by name."""
+
+    config: Mapping[str, object]
+    directory: Path
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How a parameter is made from the artifact's tensors: `sources` by name, concatenated along dim 0 and cast.
+
+    rows    where given, only these rows of the (single) source are kept, in this order; -1 gives a row of zeros
+            (a head for a step's codes)
+    """
+
+    sources: tuple[str, ...]
+    rows: Tensor | None = field(default=None)
+
+
+class Family(nn.Module):
+    """A model behind the engine seam (RecoGEM 3.1-3.2). Parameters are made without storage (meta device) in `build`;
+    the engine binds them from an artifact by `bindings`.
+
+    Class attributes: name; contexts = the kinds of `core.Context` that `prepare` takes.
+    """
+
+    name: ClassVar[str]
+    contexts: ClassVar[tuple[type, ...]]
+
+    steps: int
+    """L."""
+    log_norm: bool = False
+    """Whether `StepOutput.log_norm` is given (the model can emit more than the step's codes)."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, files: ModelFiles, sid: SidConfig, limits: Limits, dtype: torch.dtype) -> Self:
+        """The module without weights. Raises Rejected(location="config.json: field") for a configuration that does not
+        fit the family, the SID sizes or the limits."""
+
+    def bindings(self) -> Mapping[str, Binding]:
+        """Parameter name -> how to make it. Default: each from the tensor of its own name."""
+        return {name: Binding((name,)) for name, _ in self.named_parameters()}
+
+    def ignored(self) -> Iterable[str]:
+        """Tensors that an artifact may hold and this family does not read, by name (rotary tables, say). Any other
+        tensor that no binding names is refused."""
+        return ()
+
+    @abstractmethod
+    def input_specs(self) -> tuple[InputSpec, ...]:
+        """The inputs that `prepare` makes and `encode` takes."""
+
+    @abstractmethod
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """Everything carried from `encode` to `step` and from step to step."""
+
+    def head_specs(self) -> tuple[HeadSpec, ...]:
+        """Extra outputs. Default: none."""
+        return ()
+
+    @abstractmethod
+    def prepare(self, context: Context) -> Inputs:
+        """One request's context as named host arrays; pure, called at admission on the event loop, so quick.
+
+        A history that is too long keeps its newest items. Raises InvalidRequest with the field's path
+        (`$.context.tokens[3]`, `$.context.embeddings.short`).
+        """
+
+    @abstractmethod
+    def encode(self, contexts: Contexts, arena: Arena) -> StepOutput | None:
+        """Fill the request-scoped state of requests 0..R-1. Families whose last context position predicts c1 return
+        step 1's output here, one row a request in request order, and get no `step` call for t = 1."""
+
+    @abstractmethod
+    def step(self, t: int, rows: Rows, arena: Arena) -> StepOutput:
+        """Decode step t (1..L): compute the rows' logits and write slots (t, 0..N-1) of the row-scoped state if t < L."""

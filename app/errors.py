@@ -1,0 +1,139 @@
+"""Every error of Widebeam, in one tree.
+
+    WidebeamError
+    ├── InvalidRequest      the client's fault; `path` names the field
+    ├── Refused             not now: nothing was queued
+    │   ├── QueueFull
+    │   ├── DeadlineTooShort
+    │   ├── Draining
+    │   └── NotReady
+    ├── Expired             the deadline passed
+    ├── Cancelled           the client left
+    ├── ModelOutput         a model wrote too many bad numbers for this request
+    ├── Rejected            an artifact did not pass the gate; `location` names file, row or tensor
+    │   └── PolicyRejected  carries the diagnostics of a policy file
+    ├── BadDeployment       deployment.toml is wrong; file and line
+    └── Fault               our own bug, never a client's
+
+HTTP status codes and exit codes are not here: `api.errors.STATUS` and `cli` map the classes. What happens to one
+request without anybody's fault (underfilled, no candidates) is a value of the answer, not an exception.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class WidebeamError(Exception):
+    """An error with a stable `code`. `path` names the place in the input (`$.context.history[1]`) where there is one."""
+
+    code: str = "error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, path: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+
+
+class InvalidRequest(WidebeamError):
+    """The request cannot be served as written, now or later."""
+
+    code = "invalid_request"
+
+
+class Refused(WidebeamError):
+    """Refused at admission. `retry_after_s` is a whole number of seconds where a retry may help."""
+
+    code = "refused"
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_s: int | None = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(Refused):
+    code = "queue_full"
+
+
+class DeadlineTooShort(Refused):
+    """The predicted finish lies after the deadline: `message` says both."""
+
+    code = "deadline_unreachable"
+
+
+class Draining(Refused):
+    code = "draining"
+
+
+class NotReady(Refused):
+    code = "not_ready"
+
+
+class Expired(WidebeamError):
+    """The deadline passed before the answer was ready; the request leaves its batch at the next step."""
+
+    code = "deadline_exceeded"
+    retryable = True
+
+
+class Cancelled(WidebeamError):
+    """The client went away."""
+
+    code = "cancelled"
+
+
+class ModelOutput(WidebeamError):
+    """More than 1 % of this request's logits of a step were NaN or +inf; its batch-mates are untouched."""
+
+    code = "model_output"
+
+
+class Rejected(WidebeamError):
+    """An artifact was refused. `code` is per instance here: the gate has many reasons, all with one shape."""
+
+    def __init__(self, code: str, message: str, *, location: str | None = None) -> None:
+        super().__init__(message, path=location)
+        self.code = code
+        self.location = location
+
+    def __str__(self) -> str:
+        return f"{self.location}: {self.message}" if self.location else self.message
+
+
+class PolicyRejected(Rejected):
+    """A policy file was refused; `diagnostics` holds every finding of the file, in file order."""
+
+    def __init__(self, message: str, diagnostics: tuple[object, ...], *, location: str | None = None) -> None:
+        super().__init__("policy_rejected", message, location=location)
+        self.diagnostics = diagnostics
+
+
+class BadDeployment(WidebeamError):
+    """deployment.toml cannot be used. `file` and `line` say where (line 0: the whole file)."""
+
+    code = "bad_deployment"
+
+    def __init__(self, message: str, *, file: str, line: int = 0) -> None:
+        super().__init__(message, path=f"{file}:{line}" if line else file)
+        self.file = file
+        self.line = line
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}"
+
+
+class Fault(WidebeamError):
+    """A bug of ours. Never raised for what a client or a file says."""
+
+    code = "internal"
+
+    @classmethod
+    def of(cls, error: BaseException) -> Fault:
+        """Wrap whatever broke; the original stays as the cause and is logged once, with its traceback."""
+        if isinstance(error, Fault):
+            return error
+        fault = cls(f"{type(error).__name__}: {error}")
+        fault.__cause__ = error
+        return fault
