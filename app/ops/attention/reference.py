@@ -1,0 +1,199 @@
+"""Attention of a wide beam, as its definition: torch, any device.
+
+Letters: R requests, N rows of the flat batch, H query heads, Hkv key/value heads (G = H / Hkv queries share one), D
+head dim, S prefix positions. A row attends to two things that are stored apart, and the parts merge exactly:
+
+* the context of its request, held once per request however many beams it has (`context_attention`; RecoGEM 3.2),
+* the few positions of its own partial SID, held once per row of the step that made them and found through the row's
+  ancestry (`prefix_attention`; OneLA 3.3).
+
+Each part returns its output and the log-sum-exp of its scores; `merge` joins two parts as if all keys had been in one
+softmax. Rows are independent: whatever a tombstone row holds stays in that row. Arguments are tensors and scalars only.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+SCORES = 1 << 21
+"""Elements of a score matrix that the plain path holds at a time: 8 MiB in float32."""
+
+
+def context_attention(
+    q: Tensor, k: Tensor, v: Tensor, length: Tensor, row_start: Tensor, *, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Every row over the context of its request.
+
+    q          [N, H, D] float
+    k, v       [R, positions, Hkv, D] float, the dtype of q; read where they lie, never gathered per row
+    length     [R] int; request r has the keys k[r, :length[r]] (0 is allowed); what lies behind is never read
+    row_start  [R + 1] int, non-decreasing, row_start[0] = 0, row_start[R] = N; empty requests are allowed
+    bias       [H, positions] float or None; added to the scaled scores
+    Returns out [N, H, D] (q's dtype) and lse [N, H] float32; 0 and -inf where a request has no context.
+
+    On a CPU neighbouring requests of equal shape are one call, with the G query heads of a key/value head folded into
+    the query positions. Elsewhere, and with a bias, scores are made in blocks of rows, in float32.
+    """
+    n, h, d = q.shape
+    positions, hkv = k.shape[1], k.shape[2]
+    _check_heads(h, hkv)
+    out = torch.empty((n, h, v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((n, h), dtype=torch.float32, device=q.device)
+    starts, lengths = row_start.tolist(), length.tolist()
+    fused = q.device.type == "cpu" and bias is None and v.shape[3] == d
+    shapes = [(starts[r + 1] - starts[r], lengths[r]) for r in range(len(lengths))]
+    first = 0
+    for (rows, keys), group in groupby(shapes):
+        count = len(list(group))
+        if not 0 <= keys <= positions:
+            raise ValueError(f"length: {keys} is outside of 0..{positions}")
+        own = slice(starts[first], starts[first + count])
+        part = (q[own], k[first : first + count, :keys], v[first : first + count, :keys])
+        if rows and keys and fused:
+            out[own], lse[own] = _fused(*part, scale)
+        elif rows and keys:
+            out[own], lse[own] = _plain(*part, scale, None if bias is None else bias[:, :keys])
+        elif rows:
+            out[own], lse[own] = 0, float("-inf")
+        first += count
+    return out, lse
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float) -> Tensor:
+    """Causal self-attention of ragged sequences that lie end to end (a prompt; no state is read).
+
+    q        [T, H, D] float
+    k, v     [T, Hkv, D] float
+    start    [R + 1] int; sequence r owns positions start[r]:start[r + 1], and position i of it sees 0..i
+    Returns out [T, H, D]. Neighbouring sequences of equal length are one call; nothing is padded.
+    """
+    h, hkv = q.shape[1], k.shape[1]
+    _check_heads(h, hkv)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    starts = start.tolist()
+    first = 0
+    for size, group in groupby(starts[r + 1] - starts[r] for r in range(len(starts) - 1)):
+        count = len(list(group))
+        own = slice(starts[first], starts[first + count])
+        if size:
+            query, key, value = (x[own].view(count, size, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+            part = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=h != hkv
+            )
+            out[own] = part.transpose(1, 2).flatten(0, 1)
+        first += count
+    return out
+
+
+def prefix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    *,
+    ancestry: Tensor,
+    scale: float,
+    first: int = 0,
+    bias: Tensor | None = None,
+    compact: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Every row over its own partial SID: the slots of its ancestors and itself.
+
+    q                 [N, H, D] float
+    k, v              [N, Hkv, D] float: the row's own key and value, its last position
+    k_slots, v_slots  [steps, rows, Hkv, D] float: slot (j, n) holds what step j + 1 wrote for its row n
+    ancestry          [N, t - 1] int: column j is the slot of step j + 1 that belongs to the row. Columns and slots
+                      first..t-2 are read, S = t - 1 - first of them; entries of tombstones may be anything
+    first             columns to leave out in front (token models have no slots of step 1: first = 1)
+    bias              [H, S + 1] float or None, added to the scaled scores; the last column is the row's own position
+    compact           the ancestry is the identity: slots 0..N-1 are read in place, without a gather
+    Returns out [N, H, D] (q's dtype) and lse [N, H] float32. With S = 0 the output is v itself.
+    """
+    n, h, d = q.shape
+    hkv = k.shape[1]
+    _check_heads(h, hkv)
+    steps = range(first, ancestry.shape[1])
+    if compact:
+        keys = [k_slots[j, :n] for j in steps] + [k]
+        values = [v_slots[j, :n] for j in steps] + [v]
+    else:
+        slot = ancestry.clamp(0, k_slots.shape[1] - 1)
+        keys = [k_slots[j].index_select(0, slot[:, j]) for j in steps] + [k]
+        values = [v_slots[j].index_select(0, slot[:, j]) for j in steps] + [v]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries = q.view(n, hkv, h // hkv, d).to(wide)
+    scores = torch.stack([(queries * key.to(wide).unsqueeze(2)).sum(-1).view(n, h) for key in keys], dim=2) * scale
+    if bias is not None:
+        scores = scores + bias
+    lse = torch.logsumexp(scores, 2)
+    weight = torch.exp(scores - lse.unsqueeze(2)).view(n, hkv, h // hkv, len(keys), 1)
+    out = weight[:, :, :, 0] * values[0].unsqueeze(2)
+    for j in range(1, len(values)):
+        out.addcmul_(weight[:, :, :, j], values[j].unsqueeze(2).to(wide))
+    return out.view(n, h, v.shape[2]).to(q.dtype), lse.float()
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Join two attention outputs over disjoint keys as if they had shared one softmax.
+
+    out, other        [N, H, D] float
+    lse, other_lse    [N, H] float32; -inf = that part had no keys
+    Returns out [N, H, D] and lse [N, H]; 0 and -inf where neither part had keys.
+    """
+    whole = torch.logaddexp(lse, other_lse)
+    safe = whole.masked_fill(whole == float("-inf"), 0.0)
+    weight = torch.exp(lse - safe).unsqueeze(-1)
+    other_weight = torch.exp(other_lse - safe).unsqueeze(-1)
+    return (out * weight).addcmul_(other, other_weight).to(out.dtype), whole
+
+
+def _check_heads(h: int, hkv: int) -> None:
+    if hkv == 0 or h % hkv:
+        raise ValueError(f"q: {h} heads are not a multiple of the {hkv} key/value heads")
+
+
+def _folded(q: Tensor, k: Tensor) -> Tensor:
+    """q [m * n, H, D] of m requests as [m, Hkv, n * G, D]."""
+    m, hkv = k.shape[0], k.shape[2]
+    n, h, d = q.shape[0] // m, q.shape[1], q.shape[2]
+    return q.view(m, n, hkv, h // hkv, d).permute(0, 2, 1, 3, 4).reshape(m, hkv, n * (h // hkv), d)
+
+
+def _unfolded(x: Tensor, h: int) -> Tensor:
+    """x [m, Hkv, n * G, ...] as [m * n, H, ...]."""
+    m, hkv = x.shape[:2]
+    n = x.shape[2] * hkv // h
+    return x.reshape(m, hkv, n, h // hkv, *x.shape[3:]).transpose(1, 2).reshape(m * n, h, *x.shape[3:])
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """m requests of equal rows and keys in one CPU flash-attention call, which returns the log-sum-exp as well."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001  no public one returns lse
+        _folded(q, k), k.transpose(1, 2), v.transpose(1, 2), scale=scale
+    )
+    return _unfolded(out, q.shape[1]), _unfolded(lse, q.shape[1])
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """m requests of equal rows and keys, scores [m, Hkv, rows of a block * G, keys] at a time."""
+    m, keys, hkv = k.shape[:3]
+    n, h = q.shape[0] // m, q.shape[1]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    key, value = k.permute(0, 2, 3, 1).to(wide), v.transpose(1, 2).to(wide)
+    block = max(1, SCORES // (m * h * keys))
+    outs, lses = [], []
+    for rows in torch.split(q.view(m, n, h, -1), block, dim=1):
+        scores = _folded(rows.flatten(0, 1), k).to(wide) @ key * scale
+        if bias is not None:
+            by_head = bias.view(hkv, 1, h // hkv, keys)
+            scores = (scores.view(m, hkv, -1, h // hkv, keys) + by_head).flatten(2, 3)
+        lse = torch.logsumexp(scores, 3)
+        safe = lse.masked_fill(lse == float("-inf"), 0.0)
+        out = torch.exp(scores - safe.unsqueeze(3)) @ value
+        outs.append(_unfolded(out, h).view(m, -1, h, v.shape[3]))
+        lses.append(_unfolded(lse, h).view(m, -1, h))
+    return torch.cat(outs, 1).flatten(0, 1).to(q.dtype), torch.cat(lses, 1).flatten(0, 1).float()
