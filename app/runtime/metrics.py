@@ -1,0 +1,131 @@
+"""Every metric of the server, in one object that is made once and handed down.
+
+Who counts: `api` requests, request seconds, refusals and the loop's lag; the runtime everything else. Labels are
+bounded: texts that a client or a path can choose never become one, and policies are counted only by the names that
+answers carry, at most `MAX_POLICIES` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.35, 0.5, 1, 2, 5, 10)
+LAG: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+REQUESTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ROWS: Final = (1, 4, 16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+MAX_POLICIES: Final = 256
+
+EXECUTED: Final = ("ok", "underfilled", "no_candidates")
+"""Outcomes of requests that were answered; beside them `invalid`, `refused`, `expired`, `cancelled`, `failed`."""
+
+
+class Metrics:
+    """The metrics as attributes, in a registry of their own. Safe to use from any thread.
+
+    `seconds`-metrics are in seconds; counters only go up. Label values that are known from the start exist from the
+    start, so a rate over them is defined before the first event.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._policies: set[str] = set()
+        self._requests()
+        self._steps()
+        self._versions()
+
+    def _requests(self) -> None:
+        registry = self.registry
+        self.requests_total = Counter(
+            "widebeam_requests_total", "Requests by outcome and by the policy that answered", ["outcome", "policy"],
+            registry=registry,
+        )  # fmt: skip
+        self.request_seconds = Histogram(
+            "widebeam_request_seconds", "From the body read to the answer encoded", buckets=SECONDS, registry=registry
+        )
+        self.shed_total = Counter(
+            "widebeam_shed_total", "Requests refused at admission, by error code", ["reason"], registry=registry
+        )
+        self.cancelled_total = Counter(
+            "widebeam_cancelled_total", "Requests whose client left, by stage", ["stage"], registry=registry
+        )
+        self.deadline_missed_total = Counter(
+            "widebeam_deadline_missed_total", "Requests that expired, by stage", ["stage"], registry=registry
+        )
+        self.event_loop_lag_seconds = Histogram(
+            "widebeam_event_loop_lag_seconds", "How late the event loop wakes up", buckets=LAG, registry=registry
+        )
+
+    def _steps(self) -> None:
+        registry = self.registry
+        self.queue_seconds = Histogram(
+            "widebeam_queue_seconds", "Waiting for a batch", buckets=SECONDS, registry=registry
+        )
+        self.step_seconds = Histogram(
+            "widebeam_step_seconds", "One step of a batch: decode, select, transition (step `context`: the encoder)",
+            ["step"], buckets=SECONDS, registry=registry,
+        )  # fmt: skip
+        self.batch_size = Histogram("widebeam_batch_size", "Requests of a batch", buckets=REQUESTS, registry=registry)
+        self.batch_rows = Histogram(
+            "widebeam_batch_rows", "Rows of a batch's widest step", buckets=ROWS, registry=registry
+        )
+        self.queue_depth = Gauge("widebeam_queue_depth", "Requests waiting for a batch", registry=registry)
+        self.in_flight = Gauge("widebeam_in_flight", "Requests in a batch", registry=registry)
+        self.bad_scores_total = Counter(
+            "widebeam_bad_scores_total", "NaN or +inf in logits and in expressions of policies", ["stage"],
+            registry=registry,
+        )  # fmt: skip
+        self.compiles_total = Counter(
+            "widebeam_compiles_total", "Kernels compiled and graphs captured; `request` must stay 0", ["where"],
+            registry=registry,
+        )  # fmt: skip
+        for where in ("request", "background"):
+            self.compiles_total.labels(where)
+
+    def _versions(self) -> None:
+        self.snapshot_info = Info(
+            "widebeam_snapshot", "Versions by role: one series a role, whatever was loaded before", ["role"],
+            registry=self.registry,
+        )  # fmt: skip
+
+    def snapshot(self, role: str, versions: Mapping[str, str]) -> None:
+        """Say which versions fill a role ("active", "previous", "preparing"): `widebeam_snapshot_info{role=...} 1`."""
+        self.snapshot_info.labels(role).info(dict(versions))
+
+    def request_done(self, outcome: str, policy: str | None, seconds: float) -> None:
+        """Count a request. `policy` is the name in the answer's versions, or None where no policy was bound."""
+        self.requests_total.labels(outcome, self._policy_label(policy)).inc()
+        self.request_seconds.observe(seconds)
+
+    def _policy_label(self, policy: str | None) -> str:
+        if policy is None:
+            return "none"
+        if policy not in self._policies:
+            if len(self._policies) >= MAX_POLICIES:
+                return "other"
+            self._policies.add(policy)
+        return policy
+
+    def counters(self) -> dict[str, int]:
+        """The `counters` of `GET /admin/v1/status`: executed, cancelled, refused, failed."""
+        count = dict.fromkeys(("executed", "cancelled", "refused", "failed"), 0)
+        for family in self.requests_total.collect():
+            for sample in family.samples:
+                if not sample.name.endswith("_total"):
+                    continue
+                outcome = sample.labels["outcome"]
+                name = "executed" if outcome in EXECUTED else "failed" if outcome == "expired" else outcome
+                if name in count:
+                    count[name] += int(sample.value)
+        return count
+
+    def render(self) -> bytes:
+        """The text exposition of all metrics (`CONTENT_TYPE`)."""
+        return generate_latest(self.registry)
+
+
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
