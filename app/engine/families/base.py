@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from app.config import Limits, SidConfig
-from app.core import Arena, Context, Contexts, HeadSpec, Inputs, InputSpec, Rows, StateSpec, StepOutput
+from app.core import Arena, Context, Contexts, HeadSpec, Inputs, InputSpec, Rows, StateSpec, StepOutput, WeightSpec
+from app.errors import Fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,21 @@ class Family(nn.Module):
         """Parameter name -> how to make it. Default: each from the tensor of its own name."""
         return {name: Binding((name,)) for name, _ in self.named_parameters()}
 
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        """The tensors that an artifact must hold. Default: what the plain bindings say; a family that concatenates or
+        picks rows says the shapes of its sources itself."""
+        parameters = dict(self.named_parameters())
+        specs = []
+        for name, binding in self.bindings().items():
+            if len(binding.sources) != 1 or binding.rows is not None:
+                raise Fault(f"{type(self).__name__}.weight_specs must say the sources of `{name}`")
+            specs.append(WeightSpec(binding.sources[0], tuple(parameters[name].shape)))
+        return tuple(specs)
+
+    def tied(self) -> Mapping[str, str]:
+        """Tensors that an artifact may hold a second time: name -> the bound tensor that it must equal."""
+        return {}
+
     def ignored(self) -> Iterable[str]:
         """Tensors that an artifact may hold and this family does not read, by name (rotary tables, say). Any other
         tensor that no binding names is refused."""
@@ -91,6 +107,11 @@ class Family(nn.Module):
         (`$.context.tokens[3]`, `$.context.embeddings.short`).
         """
 
+    def missing_tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Per step, the codes that the model has no token for and so cannot write; the gate refuses a vocab that uses
+        one. Default: none."""
+        return ((),) * self.steps
+
     @abstractmethod
     def encode(self, contexts: Contexts, arena: Arena) -> StepOutput | None:
         """Fill the request-scoped state of requests 0..R-1. Families whose last context position predicts c1 return
@@ -98,4 +119,4 @@ class Family(nn.Module):
 
     @abstractmethod
     def step(self, t: int, rows: Rows, arena: Arena) -> StepOutput:
-        """Decode step t (1..L): compute the rows' logits and write slots (t, 0..N-1) of the row-scoped state if t < L."""
+        """Decode step t (1..L): the rows' logits; writes slots (t, 0..N-1) of the row-scoped state if t < L."""

@@ -1,0 +1,91 @@
+"""The tensor computation of one step at a time (RecoGEM 3.2), behind one seam for every model family.
+
+The engine sees contexts, flat rows and an arena: no client's question, no selection rule, no artifact's name.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from app.config import Limits
+from app.core import Arena, Context, Contexts, HeadSpec, Inputs, InputSpec, Rows, StateSpec, StepOutput, WeightSpec
+from app.engine.families.base import Family
+from app.errors import Rejected
+
+
+class Engine:
+    """A family bound to weights on a device. Immutable; `encode` and `step` write the arena they are given and nothing
+    else, so one engine serves any number of arenas.
+
+    device, dtype  where and in what the parameters are
+    steps          L
+    log_norm       whether step outputs carry `log_norm`
+    """
+
+    def __init__(self, family: Family, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._family = family
+        self.device = device
+        self.dtype = dtype
+        self.steps = family.steps
+        self.log_norm = family.log_norm
+
+    @property
+    def contexts(self) -> tuple[type, ...]:
+        """The kinds of context that `prepare` takes."""
+        return self._family.contexts
+
+    def prepare(self, context: Context) -> Inputs:
+        """One context as named host arrays; see `Family.prepare`. Raises InvalidRequest with the field's path."""
+        return self._family.prepare(context)
+
+    def encode(self, contexts: Contexts, arena: Arena) -> StepOutput | None:
+        """Fill the request-scoped state of contexts 0..R-1; step 1's output where the family gives it here.
+
+        Outputs are inference tensors: they cannot be written in place outside of `torch.inference_mode`.
+        """
+        with torch.inference_mode():
+            return self._family.encode(contexts, arena)
+
+    def step(self, t: int, rows: Rows, arena: Arena) -> StepOutput:
+        """Decode step t of L for N rows; reads slots of steps before t and writes slots (t, 0..N-1) if t < L."""
+        with torch.inference_mode():
+            return self._family.step(t, rows, arena)
+
+    def input_specs(self) -> tuple[InputSpec, ...]:
+        """The inputs that `prepare` makes and `encode` takes."""
+        return self._family.input_specs()
+
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """Everything carried from `encode` to `step` and from step to step."""
+        return self._family.state_specs()
+
+    def head_specs(self) -> tuple[HeadSpec, ...]:
+        """Extra outputs of a step."""
+        return self._family.head_specs()
+
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        """The tensors that an artifact of this shape holds."""
+        return self._family.weight_specs()
+
+    def missing_tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Per step, the codes that the model cannot write."""
+        return self._family.missing_tokens()
+
+    def new_arena(self, limits: Limits) -> Arena:
+        """Zeroed memory for the state of one batch: request scope [batch, *shape], row scope [max(L - 1, 1), rows,
+        *shape]. Allocated once; ordinary tensors, so that others may write them in place.
+
+        Raises Rejected("no_memory") with the tensor's name and bytes.
+        """
+        slots = max(self.steps - 1, 1)
+        arena: dict[str, torch.Tensor] = {}
+        for spec in self.state_specs():
+            lead = (limits.batch,) if spec.scope == "request" else (slots, limits.rows)
+            shape = (*lead, *spec.shape)
+            try:
+                with torch.inference_mode(mode=False):
+                    arena[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+            except (MemoryError, RuntimeError) as error:
+                message = f"no memory for the state `{spec.name}` {list(shape)} {spec.dtype}: {error}"
+                raise Rejected("no_memory", message, location="deployment.toml: limits") from error
+        return arena

@@ -1,0 +1,48 @@
+"""The installed model families: plug-ins of the entry point group `widebeam.families`."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+
+from app.engine.families.base import Family
+from app.errors import Rejected
+
+GROUP = "widebeam.families"
+
+
+def names() -> tuple[str, ...]:
+    """The names that `family` in deployment.toml may have, sorted; nothing is imported."""
+    return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
+
+
+def families() -> dict[str, type[Family]]:
+    """Every installed family by name. Raises Rejected for the first one that cannot be loaded."""
+    return {name: family(name) for name in names()}
+
+
+def family(name: str) -> type[Family]:
+    """The family of that name.
+
+    Raises Rejected("unknown_family") listing the known ones, Rejected("bad_family") where a plug-in cannot be loaded,
+    gives no `Family`, or is installed twice.
+    """
+    points = list(entry_points(group=GROUP, name=name))
+    if not points:
+        known = ", ".join(names()) or "none"
+        raise Rejected(
+            "unknown_family", f"`{name}` is no installed family; known: {known}", location="deployment.toml: family"
+        )
+    if len({point.value for point in points}) > 1:
+        homes = " and ".join(sorted({point.value for point in points}))
+        raise Rejected("bad_family", f"`{name}` is installed twice: {homes}", location="deployment.toml: family")
+    return _load(points[0])
+
+
+def _load(point: EntryPoint) -> type[Family]:
+    try:
+        found = point.load()
+    except (ImportError, AttributeError) as error:
+        raise Rejected("bad_family", f"`{point.name}` cannot be loaded: {error}", location=point.value) from error
+    if not (isinstance(found, type) and issubclass(found, Family)):
+        raise Rejected("bad_family", f"`{point.name}` is no subclass of Family", location=point.value)
+    return found
