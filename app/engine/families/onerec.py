@@ -1,0 +1,345 @@
+"""OneRec-V2's lazy decoder behind the engine seam (arXiv 2508.20900; RecoGEM figure 3). `onerec_reference.py` is the
+same model without caches.
+
+The context processor runs once a request and leaves its K/V sets in request-scoped state; every step's cross-attention
+reads them where they lie. A row's self-attention K/V are written once into its slot and found through the ancestry.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from app.config import Limits, SidConfig
+from app.core import (
+    Arena,
+    Context,
+    Contexts,
+    Embeddings,
+    History,
+    Inputs,
+    InputSpec,
+    Ragged,
+    Rows,
+    StateSpec,
+    StepOutput,
+)
+from app.engine.families import onerec_config
+from app.engine.families.base import Family, ModelFiles
+from app.engine.families.onerec_config import FeatureConfig, HistoryConfig, OneRecConfig
+from app.engine.families.onerec_inputs import HISTORY_LONG, HISTORY_SHORT, OneRecInputs
+from app.errors import Rejected
+from app.ops.attention import context_attention, prefix_attention
+
+
+class Layout(NamedTuple):
+    """Where the context positions of R requests lie: T rows end to end, a request's rows together.
+
+    request, slot  [T] int64: row i is position slot[i] of request[i]
+    start          [R + 1] int64
+    length         [R] int64, start's differences
+    """
+
+    request: Tensor
+    slot: Tensor
+    start: Tensor
+    length: Tensor
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """Every projection of the model: no bias."""
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+class Feed(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: OneRecConfig) -> None:
+        super().__init__()
+        self.gate = linear(config.d_model, config.ffn)
+        self.up = linear(config.d_model, config.ffn)
+        self.down = linear(config.ffn, config.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, d_model] -> the same."""
+        out: Tensor = self.down(silu(self.gate(x)).mul_(self.up(x)))
+        return out
+
+
+class Projections(nn.Module):
+    """The projections of one attention; the lazy one has no k and v."""
+
+    def __init__(self, config: OneRecConfig, groups: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q = linear(config.d_model, config.heads * config.head_dim)
+        if groups:
+            self.k = linear(config.d_model, groups * config.head_dim)
+            self.v = linear(config.d_model, groups * config.head_dim)
+        self.o = linear(config.heads * config.head_dim, config.d_model)
+
+    def heads(self, projection: nn.Linear, x: Tensor) -> Tensor:
+        """[N, d_model] -> [N, heads or groups, head_dim]."""
+        out: Tensor = projection(x)
+        return out.view(x.shape[0], -1, self.head_dim)
+
+    def out(self, x: Tensor) -> Tensor:
+        """[N, heads, head_dim] -> [N, d_model]."""
+        out: Tensor = self.o(x.flatten(1))
+        return out
+
+
+class HistoryTables(nn.Module):
+    """Embeddings of the codes of history items, of their leading codes together, and of their age."""
+
+    def __init__(self, config: OneRecConfig, history: HistoryConfig) -> None:
+        super().__init__()
+        self.sizes = config.sizes[: history.prefix]
+        self.codes = nn.ModuleList(nn.Embedding(size, config.d_model) for size in config.sizes)
+        if history.prefix:
+            self.prefix = nn.Embedding(prod(self.sizes), config.d_model)
+        self.short_age = nn.Embedding(history.short, config.d_model)
+        if history.long:
+            self.long_age = nn.Embedding(history.long, config.d_model)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """Codes [..., L] >= 0 -> vectors [..., d_model]."""
+        columns = codes.long().unbind(-1)
+        x: Tensor = self.codes[0](columns[0])
+        for table, column in zip(list(self.codes)[1:], columns[1:], strict=True):
+            x = x + table(column)
+        if not self.sizes:
+            return x
+        row = columns[0]
+        for size, column in zip(self.sizes[1:], columns[1 : len(self.sizes)], strict=True):
+            row = row * size + column
+        out: Tensor = x + self.prefix(row)
+        return out
+
+
+class FeatureProjections(nn.Module):
+    """Named feature tensors into the model's width."""
+
+    def __init__(self, config: OneRecConfig, features: FeatureConfig) -> None:
+        super().__init__()
+        if features.static:
+            self.static = linear(features.static, config.d_model)
+        if features.short:
+            self.short = linear(features.short, config.d_model)
+            self.short_age = nn.Embedding(features.short_positions, config.d_model)
+        if features.long:
+            self.long = linear(features.long, config.d_model)
+            self.long_age = nn.Embedding(features.long_positions, config.d_model)
+
+
+class ContextBlock(nn.Module):
+    """A block over the context positions: self-attention in both directions, SwiGLU."""
+
+    def __init__(self, config: OneRecConfig) -> None:
+        super().__init__()
+        self.scale = config.head_dim**-0.5
+        self.attention_norm = nn.RMSNorm(config.d_model, config.eps)
+        self.attention = Projections(config, config.heads)
+        self.ffn_norm = nn.RMSNorm(config.d_model, config.eps)
+        self.ffn = Feed(config)
+
+    def forward(self, x: Tensor, layout: Layout, positions: int) -> Tensor:
+        """x [T, d_model] -> the same."""
+        part, normed = self.attention, self.attention_norm(x)
+        shape = (layout.length.shape[0], positions, part.k.out_features // part.head_dim, part.head_dim)
+        k, v = x.new_zeros(shape), x.new_zeros(shape)
+        k[layout.request, layout.slot] = part.heads(part.k, normed)
+        v[layout.request, layout.slot] = part.heads(part.v, normed)
+        q = part.heads(part.q, normed)
+        seen, _ = context_attention(q, k, v, layout.length, layout.start, scale=self.scale)
+        x = x + part.out(seen)
+        out: Tensor = x + self.ffn(self.ffn_norm(x))
+        return out
+
+
+class Processor(nn.Module):
+    """Static, short-term and long-term context to K/V sets."""
+
+    def __init__(self, config: OneRecConfig) -> None:
+        super().__init__()
+        self.static = nn.Parameter(torch.empty(config.d_model))
+        if config.history is not None:
+            self.history = HistoryTables(config, config.history)
+        if config.features is not None:
+            self.features = FeatureProjections(config, config.features)
+        self.blocks = nn.ModuleList(ContextBlock(config) for _ in range(config.context_layers))
+        self.project = linear(config.d_model, config.d_context)
+        width = config.cross_groups * config.head_dim
+        self.norms = nn.ModuleList(nn.RMSNorm(width, config.eps) for _ in range(config.kv_sets * config.kv_split))
+
+    def rows(self, name: str, part: Ragged, age: Tensor) -> Tensor:
+        """The vectors [T_part, d_model] of one ragged input; age [T_part] counts from the newest position."""
+        if name == HISTORY_SHORT:
+            return self.history(part.values) + self.history.short_age(age)  # type: ignore[no-any-return]
+        if name == HISTORY_LONG:
+            there = (part.values[..., :1] >= 0).to(self.static.dtype)
+            total = (self.history(part.values.clamp_min(0)) * there).sum(1)
+            return total / there.sum(1) + self.history.long_age(age)  # type: ignore[no-any-return]
+        project, ages = getattr(self.features, name), getattr(self.features, f"{name}_age")
+        return project(part.values.to(self.static.dtype)) + ages(age)  # type: ignore[no-any-return]
+
+    def forward(self, contexts: Contexts, positions: int) -> tuple[list[Tensor], Layout]:
+        """K or V of each norm [T, G * D], and where their rows lie."""
+        x, layout = self.embed(contexts)
+        for block in self.blocks:
+            x = block(x, layout, positions)
+        parts = self.project(x).chunk(len(self.norms), -1)
+        return [norm(part) for norm, part in zip(self.norms, parts, strict=True)], layout
+
+    def embed(self, contexts: Contexts) -> tuple[Tensor, Layout]:
+        """The context positions [T, d_model]: a static one, then short, then long ones, newest first."""
+        first = next(iter(contexts.values())).start
+        requests = torch.arange(first.shape[0] - 1, device=first.device)
+        filled = torch.ones_like(requests)
+        static = self.static.expand(requests.shape[0], -1)
+        values, owners, slots = [static], [requests], [torch.zeros_like(requests)]
+        for name, part in contexts.items():
+            count = part.start.diff().long()
+            owner = requests.repeat_interleave(count, output_size=part.values.shape[0])
+            if name == "static":
+                own = self.features.static(part.values.to(static.dtype))
+                values[0] = static.index_add(0, owner, own)
+                continue
+            age = torch.arange(part.values.shape[0], device=first.device) - part.start.long()[owner]
+            values.append(self.rows(name, part, age))
+            owners.append(owner)
+            slots.append(filled[owner] + age)
+            filled = filled + count
+        start = torch.cat([filled.new_zeros(1), filled.cumsum(0)])
+        request, slot = torch.cat(owners), torch.cat(slots)
+        # each part is in request order; the attention wants all parts of a request together
+        place = torch.empty_like(request)
+        place[start[request] + slot] = torch.arange(request.shape[0], device=first.device)
+        return torch.cat(values)[place], Layout(request[place], slot[place], start, filled)
+
+
+class Cross(NamedTuple):
+    """One context K/V set of requests 0..R-1: key, value [R, positions, G, D]; length [R] int32."""
+
+    key: Tensor
+    value: Tensor
+    length: Tensor
+
+
+class Slots(NamedTuple):
+    """Self-attention state of one block: key, value [L - 1, rows, G, D]."""
+
+    key: Tensor
+    value: Tensor
+
+
+class Block(nn.Module):
+    """Lazy cross-attention, causal self-attention, SwiGLU, each after an RMSNorm and added to the stream."""
+
+    def __init__(self, config: OneRecConfig) -> None:
+        super().__init__()
+        self.scale = config.head_dim**-0.5
+        self.cross_norm = nn.RMSNorm(config.d_model, config.eps)
+        self.cross = Projections(config, 0)
+        self.self_norm = nn.RMSNorm(config.d_model, config.eps)
+        self.self = Projections(config, config.self_groups)
+        self.ffn_norm = nn.RMSNorm(config.d_model, config.eps)
+        self.ffn = Feed(config)
+
+    def forward(self, x: Tensor, t: int, rows: Rows, cross: Cross, slots: Slots) -> Tensor:
+        """x [N, d_model] of step t -> the same; writes slots (t, 0..N-1) where the state has any for step t."""
+        q = self.cross.heads(self.cross.q, self.cross_norm(x))
+        seen, _ = context_attention(q, cross.key, cross.value, cross.length, rows.row_start, scale=self.scale)
+        x = x + self.cross.out(seen)
+        normed, own = self.self_norm(x), self.self
+        q, k, v = (own.heads(projection, normed) for projection in (own.q, own.k, own.v))
+        if t <= slots.key.shape[0]:
+            slots.key[t - 1, : x.shape[0]] = k
+            slots.value[t - 1, : x.shape[0]] = v
+        seen, _ = prefix_attention(q, k, v, *slots, ancestry=rows.ancestry, scale=self.scale, compact=rows.compact)
+        x = x + own.out(seen)
+        out: Tensor = x + self.ffn(self.ffn_norm(x))
+        return out
+
+
+class OneRec(Family):
+    """The served family. Contexts are histories, or named feature tensors where config.json declares them."""
+
+    name: ClassVar[str] = "onerec"
+    contexts: ClassVar[tuple[type, ...]] = (History, Embeddings)
+
+    def __init__(self, config: OneRecConfig, limits: Limits) -> None:
+        super().__init__()
+        self.config, self.steps = config, config.steps
+        self.scale = config.head_dim**-0.5
+        self.positions = min(config.positions, limits.context)
+        self.inputs = OneRecInputs.of(config, limits)
+        self.processor = Processor(config)
+        self.bos = nn.Parameter(torch.empty(config.d_model))
+        self.codes = nn.ModuleList(nn.Embedding(size, config.d_model) for size in config.sizes[:-1])
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norms = nn.ModuleList(nn.RMSNorm(config.d_model, config.eps) for _ in config.sizes)
+        self.heads = nn.ModuleList(linear(config.d_model, size) for size in config.sizes)
+
+    @classmethod
+    def build(cls, files: ModelFiles, sid: SidConfig, limits: Limits, dtype: torch.dtype) -> Self:
+        """See `Family.build`."""
+        config = onerec_config.parse(files.config)
+        if config.sizes != sid.sizes:
+            message = f"the model's steps have {list(config.sizes)} codes, the deployment's {list(sid.sizes)}"
+            raise Rejected("bad_config", message, location="config.json: sizes")
+        for field in ("token_base", "tokens", "prefix"):
+            if getattr(sid, field):
+                message = "this family has code tables of its own and takes no tokens"
+                raise Rejected("bad_config", message, location=f"deployment.toml: sid.{field}")
+        if limits.context < min(2, config.positions):
+            message = f"a context of {limits.context} positions leaves none beside the static one"
+            raise Rejected("bad_config", message, location="deployment.toml: limits.context")
+        with torch.device("meta"):
+            return cls(config, limits).to(dtype)
+
+    def input_specs(self) -> tuple[InputSpec, ...]:
+        """See `Family.input_specs`."""
+        return self.inputs.specs
+
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """See `Family.state_specs`: K (and V) of each set and their lengths per request; k, v of each block per row."""
+        config, dtype = self.config, self.bos.dtype
+        cross = (self.positions, config.cross_groups, config.head_dim)
+        own = (config.self_groups, config.head_dim)
+        specs = [StateSpec("cross_length", (), torch.int32, "request")]
+        for index in range(config.kv_sets):
+            specs += [StateSpec(f"cross_{part}.{index}", cross, dtype, "request") for part in "kv"[: config.kv_split]]
+        for index in range(config.layers):
+            specs += [StateSpec(f"{part}.{index}", own, dtype, "row") for part in "kv"]
+        return tuple(specs)
+
+    def prepare(self, context: Context) -> Inputs:
+        """See `Family.prepare`."""
+        return self.inputs.prepare(context)
+
+    def encode(self, contexts: Contexts, arena: Arena) -> None:
+        """See `Family.encode`: step 1 runs on a BOS row a request, so nothing is returned."""
+        parts, layout = self.processor(contexts, self.positions)
+        arena["cross_length"][: layout.length.shape[0]] = layout.length.to(torch.int32)
+        for index, part in enumerate(parts):
+            group, kind = divmod(index, self.config.kv_split)
+            target = arena[f"cross_{'kv'[kind]}.{group}"]
+            target[layout.request, layout.slot] = part.view(part.shape[0], *target.shape[2:])
+
+    def step(self, t: int, rows: Rows, arena: Arena) -> StepOutput:
+        """See `Family.step`."""
+        requests = rows.row_start.shape[0] - 1
+        length = arena["cross_length"][:requests]
+        x = self.bos.expand(rows.codes.shape[0], -1) if t == 1 else self.codes[t - 2](rows.codes)
+        for index, block in enumerate(self.blocks):
+            group = self.config.kv_set(index)
+            key = arena[f"cross_k.{group}"][:requests]
+            value = arena[f"cross_v.{group}"][:requests] if self.config.kv_split == 2 else key
+            slots = Slots(arena[f"k.{index}"], arena[f"v.{index}"])
+            x = block(x, t, rows, Cross(key, value, length), slots)
+        return StepOutput(self.heads[t - 1](self.norms[t - 1](x)), None, {})
