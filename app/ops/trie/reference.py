@@ -1,0 +1,62 @@
+"""Walking a prefix tree of SIDs on a device: children of rows, membership of dense codes, dead prefixes.
+
+The tree is breadth-first: `first [nodes + 1]` are edge ranges, `code [edges]` is ascending inside a node, and edge e
+leads to node e + 1, so that there is no child array. Node -1 is no prefix of the catalogue.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Children(NamedTuple):
+    """Candidates of n rows, F a row. code [n, F] int64 ascending · node [n, F] int64 the child, -1 = no such prefix ·
+    legal [n, F] bool."""
+
+    code: Tensor
+    node: Tensor
+    legal: Tensor
+
+
+def children(first: Tensor, code: Tensor, node: Tensor, widest: int) -> Children:
+    """The children of each row's node, without a host round trip.
+
+    first [nodes + 1], code [edges] integer · node [n] int64 · widest: most children of any node of this depth (on a
+    CPU the widest of these rows is used). Padding repeats a code of the tree and is not legal.
+    """
+    at = node.clamp(min=0)
+    low, high = first[at].to(torch.int64), first[at + 1].to(torch.int64)
+    high = torch.where(node < 0, low, high)
+    if node.device.type == "cpu" and len(node):
+        widest = max(1, int((high - low).amax()))
+    edge = low.unsqueeze(1) + torch.arange(widest, device=node.device)
+    legal = edge < high.unsqueeze(1)
+    edge = torch.where(legal, edge, low.unsqueeze(1)).clamp_(max=len(code) - 1)
+    return Children(code[edge].to(torch.int64), (edge + 1).masked_fill_(~legal, -1), legal)
+
+
+def dense(first: Tensor, code: Tensor, node: Tensor, widest: int, size: int) -> Children:
+    """Every code 0..size-1 of each row as a candidate; `node` tells which lead to a prefix of the catalogue."""
+    some = children(first, code, node, widest)
+    target = torch.full((len(node), size + 1), -1, dtype=torch.int64, device=node.device)
+    target.scatter_(1, some.code.masked_fill(~some.legal, size), some.node)
+    every = torch.arange(size, device=node.device).expand(len(node), size)
+    return Children(
+        every, target[:, :size], torch.ones((), dtype=torch.bool, device=node.device).expand(len(node), size)
+    )
+
+
+def contains(sorted_keys: Tensor, node: Tensor, request: Tensor, nodes: int) -> Tensor:
+    """Whether a candidate's prefix is in its request's set.
+
+    sorted_keys [D] int64: request * nodes + node, ascending · node [n, F] int64 · request [n] int64.
+    Returns [n, F] bool; node -1 is in no set.
+    """
+    key = (request.unsqueeze(1) * nodes + node).masked_fill(node < 0, -1)
+    if not len(sorted_keys):
+        return torch.zeros_like(node, dtype=torch.bool)
+    place = torch.searchsorted(sorted_keys, key).clamp_(max=len(sorted_keys) - 1)
+    return sorted_keys[place] == key

@@ -1,0 +1,142 @@
+"""Forms batches: by batch key and row budget, first come first served, never waiting while the engine is idle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from app.config import Limits
+from app.errors import DeadlineTooShort, QueueFull
+from app.runtime.job import Batch, Job, Served
+from app.runtime.predict import BatchTime
+from app.runtime.thread import EngineThread
+
+
+class Batcher:
+    """The bounded queue in front of one engine thread. Event loop only.
+
+    While a batch runs, requests collect for free; the moment it ends, the oldest request and everything behind it that
+    shares its key and fits the budgets form the next one.
+    """
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        limits: Limits,
+        clock: Callable[[], float],
+        done: Callable[[Sequence[Served]], None],
+        dropped: Callable[[Job], None],
+    ) -> None:
+        """done: the ends of a batch · dropped: a queued job whose client had gone or whose time had passed."""
+        self._thread, self._limits, self._clock = thread, limits, clock
+        self._done_with, self._dropped = done, dropped
+        self._waiting: deque[Job] = deque()
+        self._waiting_rows = 0
+        self._pump_scheduled = False
+        self._running: Batch | None = None
+        self._began = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.time = BatchTime()
+
+    @property
+    def depth(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests that the engine thread has."""
+        return len(self._running.jobs) if self._running else 0
+
+    def check(self, rows: int, deadline: float | None) -> None:
+        """Raise QueueFull, or DeadlineTooShort where the predicted finish lies behind the deadline."""
+        if len(self._waiting) >= self._limits.queue:
+            raise QueueFull(f"{self._limits.queue} requests are waiting", retry_after_s=1)
+        now = self._clock()
+        finish = self._predicted_finish(rows, now)
+        if deadline is not None and finish is not None and finish > deadline:
+            left = max(0.0, deadline - now)
+            raise DeadlineTooShort(
+                f"{1e3 * (finish - now):.1f} ms are needed and {1e3 * left:.1f} ms are left", retry_after_s=1
+            )
+
+    def submit(self, job: Job) -> None:
+        """Queue an admitted job; an idle engine gets it in this turn of the event loop."""
+        self._waiting.append(job)
+        self._waiting_rows += job.rows
+        self._idle.clear()
+        if self._running is None and not self._pump_scheduled:
+            self._pump_scheduled = True  # after this turn, so that requests decoded together start together
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    async def idle(self) -> None:
+        """Wait until nothing waits and nothing runs."""
+        await self._idle.wait()
+
+    def forget(self, job: Job) -> None:
+        """A queued job's client has gone or its time has passed: it leaves the queue now. Running jobs are left alone."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+            self._waiting_rows -= job.rows
+            self._dropped(job)
+            self._settle()
+
+    def _pump(self) -> None:
+        self._pump_scheduled = False
+        if self._running is not None:
+            return
+        batch = self._form()
+        if batch is not None:
+            self._running, self._began = batch, self._clock()
+            self._thread.run(batch, asyncio.get_running_loop(), self._finished)
+        self._settle()
+
+    def _finished(self, batch: Batch, served: Sequence[Served]) -> None:
+        self._running = None
+        self.time.observe(sum(job.rows for job in batch.jobs), self._clock() - self._began)
+        self._pump()  # the engine first, the answers after it
+        self._done_with(served)
+        self._settle()
+
+    def _form(self) -> Batch | None:
+        """Take the oldest live job and all later ones of its key that fit; the rest keep their places."""
+        now, chosen, later, rows = self._clock(), list[Job](), deque[Job](), 0
+        while self._waiting and len(chosen) < self._limits.batch:
+            job = self._waiting.popleft()
+            if job.ticket.gone(now) is not None:
+                self._waiting_rows -= job.rows
+                self._dropped(job)
+            elif (chosen and job.snapshot.batch_key != chosen[0].snapshot.batch_key) or (
+                rows + job.rows > self._limits.rows
+            ):
+                later.append(job)
+            else:
+                chosen.append(job)
+                rows += job.rows
+        self._waiting.extendleft(reversed(later))
+        self._waiting_rows -= rows
+        return Batch(tuple(chosen)) if chosen else None
+
+    def _settle(self) -> None:
+        if not self._waiting and self._running is None:
+            self._idle.set()
+
+    def _predicted_finish(self, rows: int, now: float) -> float | None:
+        """When a request of `rows` would be done if it came now: the running batch's rest, the batches ahead of it, its
+        own."""
+        own = self.time.seconds(rows)
+        if own is None:
+            return None
+        rest = 0.0
+        if self._running is not None:
+            whole = self.time.seconds(sum(job.rows for job in self._running.jobs)) or 0.0
+            rest = max(0.0, self._began + whole - now)
+        ahead = 0.0
+        if self._waiting:
+            batches = max(len(self._waiting) // self._limits.batch, self._waiting_rows // self._limits.rows)
+            full_rows = self._waiting_rows // max(1, batches + 1)
+            ahead = batches * (self.time.seconds(full_rows) or 0.0)
+            own = self.time.seconds(rows + self._waiting_rows - batches * full_rows) or own
+        return now + rest + ahead + own

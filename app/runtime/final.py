@@ -1,0 +1,60 @@
+"""The `final` phase: survivors of the last step become items (policy-language V40, V41)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from app.core import Ranked
+from app.runtime.job import Job
+from app.runtime.state import BatchState
+from app.vocab.vocab import Vocab
+
+Int64s = npt.NDArray[np.int64]
+
+
+def rank_items(jobs: Sequence[Job], state: BatchState, vocab: Vocab, leaf_depth: int) -> list[Ranked]:
+    """Each request's items, best first; one read of the device for the batch.
+
+    An SID gives its first `per_sid` items, in the catalogue's order of preference, that the request does not exclude.
+    Survivors whose SID is no item of the catalogue (policies without the trie) give none.
+    """
+    # rows in T0 order of each request, whatever their place in memory
+    by_rank = np.lexsort((state.order.cpu().numpy(), state.request.cpu().numpy()))
+    node, score, sids = (values.cpu().numpy()[by_rank] for values in (state.node, state.score, state.sids))
+    first_leaf = int(vocab.trie.level_start[leaf_depth])
+    ranked = []
+    for request, job in enumerate(jobs):
+        own = slice(state.row_start[request], state.row_start[request + 1])
+        ranked.append(_one(job, node[own], score[own], sids[own], vocab, first_leaf))
+    return ranked
+
+
+def _one(
+    job: Job,
+    node: Int64s,
+    score: npt.NDArray[np.float32],
+    sids: Int64s,
+    vocab: Vocab,
+    first_leaf: int,
+) -> Ranked:
+    live = np.flatnonzero((node >= 0) & (score > -np.inf))
+    low, high = vocab.leaf_range(node[live] - first_leaf)
+    excluded = job.excluded.items if job.excluded is not None else np.empty(0, np.int64)
+    # enough items of each SID that `per_sid` are left when every excluded one is among them
+    count = np.minimum(high - low, job.plan.per_sid + len(excluded))
+    owner = np.repeat(np.arange(len(live)), count)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    items = low[owner] + within
+    if len(excluded):
+        kept = ~np.isin(items, excluded)
+        owner, items = owner[kept], items[kept]
+    if len(owner):
+        starts = np.searchsorted(owner, owner)  # first entry of the same SID
+        kept = np.arange(len(owner)) - starts < job.plan.per_sid
+        owner, items = owner[kept], items[kept]
+    rows = live[owner]
+    best = np.argsort(-score[rows], kind="stable")[: min(job.request.k, job.plan.limit)]  # ties stay in search order
+    return Ranked(items[best], score[rows][best], sids[rows][best].astype(np.int32))

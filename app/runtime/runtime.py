@@ -1,0 +1,250 @@
+"""The runtime server's front door (`front.Front`): admission, answers, status, draining."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from app.config import Deployment
+from app.core import Item, Outcome, Ranked, Request, Timings, Versions
+from app.errors import Cancelled, Draining, Expired, NotReady, WidebeamError
+from app.runtime.admission import Admission, Admitted, default_seed
+from app.runtime.batcher import Batcher
+from app.runtime.canary import canary_jobs
+from app.runtime.job import Batch, Job, Served
+from app.runtime.loader import Loaded
+from app.runtime.logs import Log
+from app.runtime.metrics import Metrics
+from app.runtime.snapshot import Pins, Snapshot
+from app.runtime.status import Cutover, Reason, now_iso
+from app.runtime.steps import StepLoop
+from app.runtime.thread import EngineThread
+from app.runtime.ticket import PendingTicket
+
+
+class Runtime:
+    """One engine, one queue, one active snapshot. Made and used on one event loop.
+
+    `load` is called once, off the loop, by `start`; until it brings a snapshot the runtime is alive and not ready.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        metrics: Metrics,
+        log: Log,
+        clock: Callable[[], float],
+        transition: str = "ancestry",
+    ) -> None:
+        self._deployment, self._metrics, self._log, self._clock = deployment, metrics, log, clock
+        self._admission = Admission(deployment)
+        self._pins = Pins()
+        self._thread = EngineThread(StepLoop(clock, metrics, transition))
+        self._batcher = Batcher(self._thread, deployment.limits, clock, self._answer, self._dropped)
+        self._open: dict[int, tuple[Job, Admitted]] = {}
+        self._reasons: tuple[Reason, ...] = (Reason("starting", "artifacts are being loaded"),)
+        self._loaded: Loaded | None = None
+        self._history: list[Cutover] = []
+        self._draining = False
+        self._began = clock()
+        metrics.queue_depth.set_function(lambda: self._batcher.depth)
+        metrics.in_flight.set_function(lambda: self._batcher.running)
+
+    # ---- life --------------------------------------------------------------------------------------------------
+
+    async def start(self, load: Callable[[], Loaded]) -> None:
+        """Load off the loop, warm up, and become ready; or say why not and stay alive."""
+        loaded = await asyncio.to_thread(load)
+        self._loaded, self._reasons = loaded, loaded.reasons
+        if loaded.snapshot is not None:
+            await self._activate(loaded.snapshot)
+        for reason in self._reasons:
+            self._log.error("not_ready", code=reason.code, message=reason.message, location=reason.location)
+
+    async def _activate(self, snapshot: Snapshot) -> None:
+        failure = await self._warm(snapshot)
+        if failure is not None:
+            self._reasons = (Reason("canary_failed", failure.message),)
+            return
+        self._pins.active, self._reasons = snapshot, ()
+        self._history.append(Cutover(now_iso(), None, snapshot.id, "start", 0.0))
+        self._metrics.snapshot(
+            "active", {"id": snapshot.id, "weights": snapshot.weights.version, "vocab": snapshot.vocab_ref.version}
+        )
+        self._log.info(
+            "snapshot_active",
+            snapshot=snapshot.id,
+            contract=snapshot.contract.id,
+            weights=snapshot.weights.version,
+            vocab=snapshot.vocab_ref.version,
+            cause="start",
+        )
+
+    async def _warm(self, snapshot: Snapshot) -> WidebeamError | None:
+        """Serve made-up requests of small and large batches before anybody else does; their error, if there is one."""
+        for jobs in canary_jobs(snapshot, self._deployment):
+            done: asyncio.Future[Sequence[Served]] = asyncio.get_running_loop().create_future()
+            batch = Batch(jobs)
+            self._thread.run(batch, asyncio.get_running_loop(), lambda _, served, done=done: done.set_result(served))
+            for end in await done:
+                if isinstance(end.result, WidebeamError):
+                    return end.result
+        return None
+
+    def begin_drain(self) -> None:
+        """See `front.Front`."""
+        self._draining = True
+
+    async def drained(self, timeout_s: float) -> bool:
+        """See `front.Front`."""
+        try:
+            await asyncio.wait_for(self._batcher.idle(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the engine thread; nothing may be running."""
+        self._thread.close()
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request) -> PendingTicket:
+        """See `front.Front`."""
+        if self._draining:
+            raise Draining("this server is shutting down")
+        snapshot = self._pins.active
+        if snapshot is None:
+            raise NotReady("; ".join(str(reason) for reason in self._reasons), retry_after_s=5)
+        now = self._clock()
+        if request.deadline is not None and now >= request.deadline:
+            raise Expired("the deadline had passed at admission")
+        plan, planned = self._admission.plan(request, snapshot)
+        self._batcher.check(max(planned[:-1]), request.deadline)
+        admitted = self._admission.admit(request, plan, snapshot)
+        ticket = PendingTicket(request.deadline, self._clock, self._left)
+        job = Job(request, ticket, snapshot, plan, admitted.inputs, planned, admitted.excluded, admitted.seen, now)
+        self._pins.pin()
+        self._open[id(ticket)] = (job, admitted)
+        self._batcher.submit(job)
+        return ticket
+
+    def _left(self, ticket: PendingTicket) -> None:
+        """A client went or its time passed: out of the queue at once; out of a running batch at its next step."""
+        held = self._open.get(id(ticket))
+        if held is not None:
+            self._batcher.forget(held[0])
+
+    def _dropped(self, job: Job) -> None:
+        """A job left the queue unserved."""
+        missed = isinstance(job.ticket.gone(self._clock()), Expired)
+        (self._metrics.deadline_missed_total if missed else self._metrics.cancelled_total).labels("queue").inc()
+        self._close(job)
+
+    def _close(self, job: Job) -> Admitted:
+        self._pins.release(job.snapshot)
+        return self._open.pop(id(job.ticket))[1]
+
+    def _answer(self, served: Sequence[Served]) -> None:
+        """A batch ended: every job of it gets its outcome."""
+        rows = max(end.rows for end in served)
+        self._metrics.batch_size.observe(len(served))
+        self._metrics.batch_rows.observe(rows)
+        for end in served:
+            admitted = self._close(end.job)
+            ticket = end.job.ticket
+            assert isinstance(ticket, PendingTicket)
+            if isinstance(end.result, WidebeamError):
+                if not isinstance(end.result, Expired | Cancelled):
+                    self._log.error("request_failed", code=end.result.code, exc_info=end.result)
+                ticket.resolve(end.result)
+            else:
+                ticket.resolve(self._outcome(end, end.result, admitted, len(served), rows))
+
+    def _outcome(self, end: Served, ranked: Ranked, admitted: Admitted, requests: int, rows: int) -> Outcome:
+        job, now = end.job, self._clock()
+        snapshot, plan, request = job.snapshot, job.plan, job.request
+        ids = snapshot.vocab.ids(ranked.items)
+        sids = ranked.sids.tolist()
+        found = tuple(
+            Item(item, score, tuple(sid)) for item, score, sid in zip(ids, ranked.scores.tolist(), sids, strict=True)
+        )
+        status, reason = _status(len(found), request.k, min(plan.widths[-1] * plan.per_sid, plan.limit))
+        queue_ms = 1e3 * (end.began - job.admitted)
+        self._metrics.queue_seconds.observe(queue_ms / 1e3)
+        return Outcome(
+            request_id=request.request_id,
+            items=found,
+            status=status,
+            reason=reason,
+            versions=Versions(
+                snapshot.id,
+                snapshot.weights.version,
+                snapshot.vocab_ref.version,
+                plan.policy,
+                plan.policy_id,
+                snapshot.contract.id,
+            ),
+            experiments=(),
+            seed=request.seed if request.seed is not None else default_seed(request.request_id),
+            load=None,
+            unknown_history=admitted.unknown_history,
+            unknown_exclude=admitted.unknown_exclude,
+            timings=Timings(queue_ms, end.context_ms, end.decode_ms, 1e3 * (now - request.received)),
+            batch_requests=requests,
+            batch_rows=rows,
+        )
+
+    # ---- status ------------------------------------------------------------------------------------------------
+
+    def reasons(self) -> tuple[str, ...]:
+        """See `front.Front`."""
+        own = [str(reason) for reason in self._reasons]
+        if self._draining:
+            own.append("draining: this server is shutting down")
+        if not self._thread.alive:
+            own.append("engine_stopped: the engine thread has ended")
+        return tuple(own)
+
+    def status(self) -> dict[str, object]:
+        """See `front.Front`."""
+        active, reasons = self._pins.active, self.reasons()
+        loaded = self._loaded
+        return {
+            "ready": not reasons,
+            "reasons": list(reasons),
+            "uptime_s": round(self._clock() - self._began, 3),
+            "device": loaded.device if loaded else self._deployment.device,
+            "active": _active(active) if active else None,
+            "artifacts": [artifact.document() for artifact in loaded.artifacts] if loaded else [],
+            "policies": loaded.policies if loaded else {},
+            "experiments": {},
+            "queue": {
+                "depth": self._batcher.depth,
+                "limit": self._deployment.limits.queue,
+                "in_flight": self._batcher.running,
+            },
+            "history": [cutover.document() for cutover in self._history],
+        }
+
+
+def _status(found: int, k: int, most: int) -> tuple[Literal["ok", "underfilled", "no_candidates"], str | None]:
+    if found == 0:
+        return "no_candidates", "nothing of the catalogue is left for this request"
+    if found < k:
+        return "underfilled", "width" if k > most else "candidates"
+    return "ok", None
+
+
+def _active(snapshot: Snapshot) -> dict[str, object]:
+    def ref(version: str, digest: str, since: str) -> dict[str, object]:
+        return {"version": version, "digest": digest, "since": since}
+
+    return {
+        "snapshot": snapshot.id,
+        "contract": snapshot.contract.id,
+        "weights": ref(*snapshot.weights),
+        "vocab": ref(*snapshot.vocab_ref),
+        "policies": {"generation": 1, "ok": True},
+    }

@@ -1,0 +1,200 @@
+"""Candidate selection of one step over a whole batch: one launch a structure, over that structure's row segments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.core import StepOutput, Survivors
+from app.ops.selection import sanitise, select_top
+from app.ops.trie import Children, children, contains, dense
+from app.policies.plan import StepInputs, StepProgram, Structure
+from app.runtime.job import DeadNodes, Job
+from app.runtime.snapshot import DeviceTrie
+from app.runtime.state import BatchState
+
+BAD_SHARE = 0.01
+"""A request with more than this share of bad logits in a step fails alone (policy-language 0)."""
+
+
+class StepResult(NamedTuple):
+    """survivors · bad_logits, bad_scores: totals of the step · broken: requests over BAD_SHARE."""
+
+    survivors: Survivors
+    bad_logits: int
+    bad_scores: int
+    broken: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """The rows of one structure: its requests (batch numbers), and their rows laid end to end.
+
+    rows  [n] int64 row numbers, or None where they are all rows of the batch in order
+    """
+
+    structure: Structure
+    requests: tuple[int, ...]
+    row_start: tuple[int, ...]
+    rows: Tensor | None
+
+
+class Selection:
+    """Selection for one batch. Made when the batch starts: parameter tables, widths and dead prefixes go to the device
+    once; `select` then asks nothing of the host but row counts that were known before."""
+
+    def __init__(self, jobs: Sequence[Job], trie: DeviceTrie, sizes: tuple[int, ...], device: torch.device) -> None:
+        self._jobs, self._trie, self._sizes, self._device = jobs, trie, sizes, device
+        plans = [job.plan for job in jobs]
+        self._params = {
+            structure: torch.tensor([plans[request].params for request in requests], device=device).float()
+            for structure, requests in _by_structure(range(len(jobs)), jobs).items()
+        }
+        self._table_row = _place_in_structure(jobs, device)
+        self._width = torch.tensor([plan.widths for plan in plans], device=device).float()
+        self._excluded = [_dead_keys([job.excluded for job in jobs], t, trie.nodes, device) for t in range(len(sizes))]
+        self._seen = [_dead_keys([job.seen for job in jobs], t, trie.nodes, device) for t in range(len(sizes))]
+
+    def needs_full(self, t: int) -> bool:
+        """Whether some policy of the batch normalises step t over everything the model can emit."""
+        return any(job.plan.structure.steps[t - 1].normalize == "full" for job in self._jobs)
+
+    def select(self, t: int, output: StepOutput, state: BatchState, keep: Sequence[int]) -> StepResult:
+        """The exact top keep[r] candidates of each request under its own policy, order T0.
+
+        keep [R] host integers: planned rows of the next step; 0 for a request that has left.
+        """
+        logits, bad = sanitise(output.logits)
+        out_start = _starts(keep)
+        parent = torch.full((out_start[-1],), -1, dtype=torch.int64, device=self._device)
+        code, node = torch.full_like(parent, -1), torch.full_like(parent, -1)
+        order = torch.zeros_like(parent)
+        score = torch.full((out_start[-1],), -torch.inf, device=self._device)
+        n_valid = torch.zeros(len(keep), dtype=torch.int64, device=self._device)
+        bad_scores = torch.zeros((), dtype=torch.int64, device=self._device)
+        for segment in self._segments(state):
+            inputs, child = self._inputs(t, segment, logits, output.log_norm, state)
+            scored = segment.structure.steps[t - 1].run(inputs)
+            own_keep = [keep[request] for request in segment.requests]
+            best = select_top(
+                scored.rank,
+                inputs.code,
+                _take(state.order, segment.rows),
+                self._sizes[t - 1],
+                segment.row_start,
+                own_keep,
+            )
+            into = _spread(segment, out_start, own_keep, self._device)
+            at, column = best.parent.clamp(min=0), best.column.clamp(min=0)
+            dead = best.parent < 0
+            parent[into] = (at if segment.rows is None else segment.rows[at]).masked_fill(dead, -1)
+            code[into] = inputs.code[at, column].masked_fill(dead, -1)
+            node[into] = child[at, column].masked_fill(dead, -1)
+            score[into] = scored.score[at, column].masked_fill(dead, -torch.inf)
+            order[into] = best.order
+            n_valid[torch.tensor(segment.requests, device=self._device)] = best.n_valid
+            bad_scores += scored.bad.sum()
+        broken, bad_logits = self._broken(bad, state, logits.shape[1])
+        return StepResult(Survivors(parent, code, order, score, node, n_valid), bad_logits, int(bad_scores), broken)
+
+    def _segments(self, state: BatchState) -> list[_Segment]:
+        """Requests by structure, in batch order; requests without rows are in none."""
+        present = [r for r in range(len(self._jobs)) if state.row_start[r + 1] > state.row_start[r]]
+        return [self._segment(requests, state) for requests in _by_structure(present, self._jobs).values()]
+
+    def _segment(self, requests: list[int], state: BatchState) -> _Segment:
+        counts = [state.row_start[request + 1] - state.row_start[request] for request in requests]
+        rows: Tensor | None = None
+        if sum(counts) != state.row_start[-1]:
+            ranges = [np.arange(state.row_start[request], state.row_start[request + 1]) for request in requests]
+            rows = torch.from_numpy(np.concatenate(ranges)).to(self._device)
+        return _Segment(self._jobs[requests[0]].plan.structure, tuple(requests), _starts(counts), rows)
+
+    def _inputs(
+        self, t: int, segment: _Segment, logits: Tensor, log_norm: Tensor | None, state: BatchState
+    ) -> tuple[StepInputs, Tensor]:
+        """A program's inputs, and the trie node of each candidate [n, F]."""
+        program, rows = segment.structure.steps[t - 1], segment.rows
+        node, request = _take(state.node, rows), _take(state.request, rows)
+        parent = _take(state.score, rows)
+        found = self._candidates(t, program, node)
+        legal = found.legal & (parent > -torch.inf).unsqueeze(1)
+        inputs = StepInputs(
+            logits=_take(logits, rows),
+            log_norm=None if log_norm is None else _take(log_norm, rows),
+            code=found.code,
+            legal=legal,
+            trie=found.node >= 0 if "trie" in program.uses else None,
+            seen=self._in_set(self._seen[t - 1], found.node, request) if "seen" in program.uses else None,
+            excluded=self._in_set(self._excluded[t - 1], found.node, request) if len(self._excluded[t - 1]) else None,
+            parent=parent,
+            params=self._params[segment.structure.id][self._table_row[request]],
+            step=t,
+            width=self._width[request, t - 1],
+        )
+        return inputs, found.node
+
+    def _candidates(self, t: int, program: StepProgram, node: Tensor) -> Children:
+        first, code, widest = self._trie.first, self._trie.code, self._trie.widest[t - 1]
+        if program.children:
+            return children(first, code, node, widest)
+        return dense(first, code, node, widest, self._sizes[t - 1])
+
+    def _in_set(self, keys: Tensor, node: Tensor, request: Tensor) -> Tensor:
+        return contains(keys, node, request, self._trie.nodes)
+
+    def _broken(self, bad: Tensor | None, state: BatchState, codes: int) -> tuple[tuple[int, ...], int]:
+        """Requests with too many bad logits, and how many bad ones live rows have; tombstones do not count."""
+        if bad is None:
+            return (), 0
+        bad = bad.masked_fill(state.score == -torch.inf, 0)
+        live = (state.score > -torch.inf).to(torch.int64)
+        counts = torch.zeros(2, len(self._jobs), dtype=torch.int64, device=self._device)
+        counts[0].index_add_(0, state.request, bad)
+        counts[1].index_add_(0, state.request, live)
+        wrong, alive = counts.cpu().tolist()
+        share = [w > BAD_SHARE * codes * max(1, a) for w, a in zip(wrong, alive, strict=True)]
+        return tuple(request for request, over in enumerate(share) if over), sum(wrong)
+
+
+def _by_structure(requests: Iterable[int], jobs: Sequence[Job]) -> dict[str, list[int]]:
+    """Requests by the structure of their plan, in batch order."""
+    groups: dict[str, list[int]] = {}
+    for request in requests:
+        groups.setdefault(jobs[request].plan.structure.id, []).append(request)
+    return groups
+
+
+def _place_in_structure(jobs: Sequence[Job], device: torch.device) -> Tensor:
+    """[R] int64: each request's row in the parameter table of its structure."""
+    place = np.empty(len(jobs), np.int64)
+    for requests in _by_structure(range(len(jobs)), jobs).values():
+        place[requests] = np.arange(len(requests))
+    return torch.from_numpy(place).to(device)
+
+
+def _take(values: Tensor, rows: Tensor | None) -> Tensor:
+    return values if rows is None else values.index_select(0, rows)
+
+
+def _starts(counts: Sequence[int]) -> tuple[int, ...]:
+    return (0, *np.cumsum(counts).tolist())
+
+
+def _spread(segment: _Segment, out_start: Sequence[int], keep: Sequence[int], device: torch.device) -> Tensor:
+    """Where a segment's survivors go in the flat batch: [sum keep] int64."""
+    pairs = zip(segment.requests, keep, strict=True)
+    ranges = [np.arange(out_start[request], out_start[request] + kept) for request, kept in pairs]
+    return torch.from_numpy(np.concatenate(ranges)).to(device)
+
+
+def _dead_keys(sets: Sequence[DeadNodes | None], step: int, nodes: int, device: torch.device) -> Tensor:
+    """The dead prefixes of a step of all requests as sorted keys request * nodes + node."""
+    parts = [request * nodes + dead.nodes[step] for request, dead in enumerate(sets) if dead is not None]
+    flat = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    return torch.from_numpy(flat).to(device)

@@ -1,0 +1,145 @@
+"""Candidate state of one batch: rows, prefixes and the arena, from step to step (RecoGEM 3.2, OneLA 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from app.core import Arena, Rows, StateSpec, Survivors
+from app.ops.transition import compact, extend_ancestry
+
+
+class Transition(Protocol):
+    """Moves the engine's row-scoped state from step t to t + 1, so that the survivors find their prefix.
+
+    `advance` reads nothing back from the device and allocates no state.
+    """
+
+    @property
+    def arena(self) -> Arena:
+        """What the engine reads and writes now."""
+
+    def open(self, rows: int, device: torch.device) -> None:
+        """A batch of `rows` first rows starts; nothing of an earlier one is looked at."""
+
+    def advance(self, t: int, parent: Tensor) -> None:
+        """Step t is done and row b of the next step continues row parent[b] (tombstones: row 0)."""
+
+    def ancestry(self) -> tuple[Tensor, bool]:
+        """(h [N, t - 1] int32, whether it is the identity) for the rows of the next step."""
+
+
+class Ancestry:
+    """Append-only slots and an index: a survivor costs one index row, and no K/V moves. The default."""
+
+    def __init__(self, arena: Arena, states: Sequence[StateSpec]) -> None:
+        del states
+        self.arena = arena
+        self._index = torch.empty(0, 0, dtype=torch.int32)
+
+    def open(self, rows: int, device: torch.device) -> None:
+        """See `Transition`."""
+        self._index = torch.empty(rows, 0, dtype=torch.int32, device=device)
+
+    def advance(self, t: int, parent: Tensor) -> None:
+        """See `Transition`."""
+        del t
+        self._index = extend_ancestry(self._index, parent)
+
+    def ancestry(self) -> tuple[Tensor, bool]:
+        """See `Transition`."""
+        return self._index, False
+
+
+class Compaction:
+    """RecoGEM's double-buffered compaction: survivors' slots are gathered into the standby buffer, which then becomes
+    the active one. Both buffers have fixed addresses."""
+
+    def __init__(self, arena: Arena, states: Sequence[StateSpec]) -> None:
+        self._row_states = tuple(state.name for state in states if state.scope == "row")
+        self._buffers: tuple[Arena, Arena] = (
+            arena,
+            {**arena, **{name: torch.empty_like(arena[name]) for name in self._row_states}},
+        )
+        self._active = 0
+        self._shape = (0, 0)
+        self._device = torch.device("cpu")
+
+    @property
+    def arena(self) -> Arena:
+        """The active buffer."""
+        return self._buffers[self._active]
+
+    def open(self, rows: int, device: torch.device) -> None:
+        """See `Transition`."""
+        self._shape, self._device, self._active = (rows, 0), device, 0
+
+    def advance(self, t: int, parent: Tensor) -> None:
+        """See `Transition`."""
+        self._shape = (len(parent), t)
+        for name in self._row_states:
+            compact(self.arena[name], self._buffers[1 - self._active][name], parent, min(t, len(self.arena[name])))
+        self._active = 1 - self._active
+
+    def ancestry(self) -> tuple[Tensor, bool]:
+        """See `Transition`."""
+        rows, steps = self._shape
+        own = torch.arange(rows, dtype=torch.int32, device=self._device)
+        return own.unsqueeze(1).expand(rows, steps), True
+
+
+TRANSITIONS: Mapping[str, type[Ancestry] | type[Compaction]] = {"ancestry": Ancestry, "compaction": Compaction}
+"""By name. `ancestry` is the default; docs/architecture.md says what was measured."""
+
+
+class BatchState:
+    """The rows of a batch at one step: whose they are, what they have written so far, how they rank.
+
+    row_start  [R + 1] host integers; a request that has left has no rows
+    sids       [N, t - 1] int64 codes of the prefix
+    node, order, score  [N] of the row (`core.Survivors`)
+    """
+
+    def __init__(self, transition: Transition, requests: int, steps: int, device: torch.device) -> None:
+        self._transition = transition
+        self._steps = steps
+        self._device = device
+        transition.open(requests, device)
+        self.row_start: tuple[int, ...] = tuple(range(requests + 1))
+        self.request = torch.arange(requests, device=device)
+        self.sids = torch.zeros(requests, 0, dtype=torch.int64, device=device)
+        self.node = torch.zeros(requests, dtype=torch.int64, device=device)
+        self.order = torch.zeros(requests, dtype=torch.int64, device=device)
+        self.score = torch.zeros(requests, dtype=torch.float32, device=device)
+
+    @property
+    def arena(self) -> Arena:
+        """The engine's memory for this step."""
+        return self._transition.arena
+
+    def rows(self, *, full: bool) -> Rows:
+        """What the engine decodes next."""
+        ancestry, is_compact = self._transition.ancestry()
+        codes = self.sids[:, -1] if self.sids.shape[1] else torch.zeros_like(self.order)
+        start = torch.tensor(self.row_start, dtype=torch.int32, device=self._device)
+        return Rows(codes.to(torch.int32), self.request.to(torch.int32), start, ancestry, is_compact, full)
+
+    def advance(self, t: int, survivors: Survivors, row_start: Sequence[int]) -> None:
+        """The survivors of step t become the rows; a tombstone keeps row 0's memory and code 0, and a score of -inf."""
+        parent = survivors.parent.clamp(min=0)
+        if t < self._steps:  # nothing reads the state after the last step
+            self._transition.advance(t, parent)
+        code = survivors.code.clamp(min=0).unsqueeze(1)
+        self.sids = torch.cat((self.sids.index_select(0, parent), code), dim=1)
+        self.node, self.order, self.score = survivors.node, survivors.order, survivors.score
+        counts = [stop - start for start, stop in pairwise(row_start)]
+        self.request = torch.repeat_interleave(
+            torch.arange(len(counts), device=self._device),
+            torch.tensor(counts, device=self._device),
+            output_size=sum(counts),
+        )
+        self.row_start = tuple(row_start)
