@@ -1,0 +1,166 @@
+"""What a vocabulary knows of its items, as columns: ids, texts, numbers. No Python object per item."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Index = npt.NDArray[Any]
+BLOCK = 1 << 16
+"""Strings handled at a time where Python objects are needed."""
+MAX_ID = 512
+"""Bytes of the longest item id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strings:
+    """n UTF-8 strings end to end: string i is text[start[i] : start[i + 1]]. text [bytes] uint8, start [n + 1]."""
+
+    text: npt.NDArray[np.uint8]
+    start: Index
+
+    def __len__(self) -> int:
+        return len(self.start) - 1
+
+    def raw(self, i: int) -> bytes:
+        """The bytes of one string."""
+        return self.text[int(self.start[i]) : int(self.start[i + 1])].tobytes()
+
+    def get(self, i: int) -> str:
+        """One string."""
+        return self.raw(i).decode()
+
+    def blocks(self) -> Iterator[list[bytes]]:
+        """All strings in order, some thousands at a time."""
+        for begin in range(0, len(self), BLOCK):
+            bounds = self.start[begin : begin + BLOCK + 1].astype(np.int64)
+            text = self.text[bounds[0] : bounds[-1]].tobytes()
+            cuts = (bounds - bounds[0]).tolist()
+            yield [text[low:high] for low, high in pairwise(cuts)]
+
+    def take(self, order: Index) -> Strings:
+        """The strings `order` [m], in that order."""
+        length = np.diff(self.start)[order]
+        start = np.zeros(len(order) + 1, np.int64)
+        np.cumsum(length, out=start[1:])
+        text = np.empty(int(start[-1]), np.uint8)
+        for begin in range(0, len(order), BLOCK):  # in blocks: the gather needs 16 bytes of index a byte of text
+            part = slice(begin, min(begin + BLOCK, len(order)))
+            low, high = int(start[part.start]), int(start[part.stop])
+            shift = self.start[order[part]].astype(np.int64) - start[part]
+            text[low:high] = self.text[np.repeat(shift, length[part]) + np.arange(low, high)]
+        return Strings(text, compact(start))
+
+    @classmethod
+    def of(cls, strings: Sequence[bytes]) -> Strings:
+        """From a few Python strings."""
+        start = np.zeros(len(strings) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, strings), np.int64, len(strings)), out=start[1:])
+        return cls(np.frombuffer(b"".join(strings), np.uint8), compact(start))
+
+
+def compact(start: npt.NDArray[np.int64]) -> Index:
+    """The same ascending numbers as int32 where they fit."""
+    return start.astype(np.int32) if start[-1] < 2**31 else start
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Item ids, byte for byte ("007" and "7" are two items), found through sorted 64-bit hashes.
+
+    hashes [n] int64 ascending, by_hash [n] the items in that order. A hash only narrows the search, the bytes decide,
+    so neither a collision nor the process's hash seed can change an answer.
+    """
+
+    strings: Strings
+    hashes: npt.NDArray[np.int64]
+    by_hash: Index
+    hash_of: Callable[[bytes], int]
+
+    @classmethod
+    def build(cls, strings: Strings, hash_of: Callable[[bytes], int] = hash) -> Ids:
+        """Hash and sort: about 1.6 s for 10 M ids."""
+        hashes = np.empty(len(strings), np.int64)
+        begin = 0
+        for block in strings.blocks():
+            hashes[begin : begin + len(block)] = np.fromiter(map(hash_of, block), np.int64, len(block))
+            begin += len(block)
+        by_hash = np.argsort(hashes, kind="stable")
+        kind = np.int32 if len(strings) < 2**31 else np.int64
+        return cls(strings, hashes[by_hash], by_hash.astype(kind), hash_of)
+
+    def duplicate(self) -> tuple[int, int] | None:
+        """Two numbers of one id, lower first; None where all differ."""
+        equal = np.flatnonzero(self.hashes[1:] == self.hashes[:-1])
+        seen: dict[bytes, int] = {}
+        for place in np.union1d(equal, equal + 1).tolist():
+            item = int(self.by_hash[place])
+            other = seen.setdefault(self.strings.raw(item), item)
+            if other != item:
+                return min(item, other), max(item, other)
+        return None
+
+    def find(self, ids: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Item numbers [n] int64, -1 = unknown."""
+        # surrogates cannot be in a UTF-8 table; encoded this way they are simply unknown
+        wanted = [name.encode("utf-8", "surrogatepass") for name in ids]
+        found = np.full(len(wanted), -1, np.int64)
+        if not len(self.hashes) or not wanted:
+            return found
+        keys = np.fromiter(map(self.hash_of, wanted), np.int64, len(wanted))
+        place = np.searchsorted(self.hashes, keys)
+        hit = np.flatnonzero(self.hashes[np.minimum(place, len(self.hashes) - 1)] == keys)
+        items = self.by_hash[place[hit]]
+        low, high = self.strings.start[items].tolist(), self.strings.start[items + 1].tolist()
+        text = self.strings.text.data
+        for i, item, begin, end in zip(hit.tolist(), items.tolist(), low, high, strict=True):
+            same = text[begin:end] == wanted[i]
+            found[i] = item if same else self._after_collision(int(place[i]), int(keys[i]), wanted[i])
+        return found
+
+    def _after_collision(self, place: int, key: int, raw: bytes) -> int:
+        """Look among the other items with this hash."""
+        while place < len(self.hashes) and self.hashes[place] == key:
+            item = int(self.by_hash[place])
+            if self.strings.raw(item) == raw:
+                return item
+            place += 1
+        return -1
+
+
+class Numbers(NamedTuple):
+    """A numeric attribute: values [n] float32 (0 where absent), present [n] bool."""
+
+    values: npt.NDArray[np.float32]
+    present: npt.NDArray[np.bool_]
+
+
+class Texts(NamedTuple):
+    """A text attribute: codes [n] int32 into `words`, -1 = absent."""
+
+    codes: npt.NDArray[np.int32]
+    words: Strings
+
+
+Column = Numbers | Texts
+Columns = Mapping[str, Column]
+
+
+def take_column(column: Column, order: Index) -> Column:
+    """The column of the items `order`, in that order."""
+    if isinstance(column, Texts):
+        return Texts(column.codes[order], column.words)
+    return Numbers(column.values[order], column.present[order])
+
+
+class Table(NamedTuple):
+    """A catalogue in any item order: ids and codes [n, L] int32 of its items, attributes by name."""
+
+    ids: Strings
+    codes: npt.NDArray[np.int32]
+    columns: Columns

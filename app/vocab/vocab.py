@@ -1,0 +1,136 @@
+"""A vocabulary ready to serve: the trie of a catalogue and its items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from app.errors import Rejected
+from app.vocab.items import Columns, Ids, Table, take_column
+from app.vocab.trie import Trie, build_trie
+
+Numbers64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Vocab:
+    """One immutable version of a catalogue. It owns its memory and never maps the artifact: a file that is overwritten
+    or cut cannot reach it.
+
+    Items are numbers 0..n-1 in SID order, preference inside one SID first to last.
+
+    codes       [n, L] int32, the SID of each item
+    leaf_items  [leaves + 1]: leaf l holds the items leaf_items[l] : leaf_items[l + 1]
+    attributes  columns over item numbers by name
+    """
+
+    version: str
+    digest: str
+    sizes: tuple[int, ...]
+    trie: Trie
+    codes: npt.NDArray[np.int32]
+    leaf_items: npt.NDArray[Any]
+    names: Ids
+    attributes: Columns
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def find(self, ids: Sequence[str]) -> Numbers64:
+        """Item numbers [n] int64 of ids, byte for byte; -1 = unknown."""
+        return self.names.find(ids)
+
+    def sids(self, items: npt.ArrayLike) -> npt.NDArray[np.int32]:
+        """The SIDs [n, L] int32 of items. Raises IndexError for a number that is no item (-1 included)."""
+        numbers = np.asarray(items, np.int64)
+        if len(numbers) and numbers.min() < 0:
+            raise IndexError(f"{numbers.min()} is no item number")
+        return self.codes[numbers]
+
+    def id(self, item: int) -> str:
+        """The id of one item."""
+        if not 0 <= item < len(self):
+            raise IndexError(f"{item} is no item number")
+        return self.names.strings.get(item)
+
+    def ids(self, items: npt.ArrayLike) -> list[str]:
+        """The ids of items."""
+        return [self.id(item) for item in np.asarray(items, np.int64).tolist()]
+
+    def leaf_range(self, leaves: npt.ArrayLike) -> tuple[Numbers64, Numbers64]:
+        """The items of leaves (numbers 0..leaves-1 = node - level_start[L]) as ranges (low [n], high [n]) int64."""
+        leaf = np.asarray(leaves, np.int64)
+        return self.leaf_items[leaf].astype(np.int64), self.leaf_items[leaf + 1].astype(np.int64)
+
+    def items_below(self, nodes: npt.ArrayLike) -> tuple[Numbers64, Numbers64]:
+        """The items below trie nodes of any depth as ranges (low [n], high [n]) int64."""
+        low, high = self.trie.leaves_below(nodes)
+        return self.leaf_items[low].astype(np.int64), self.leaf_items[high].astype(np.int64)
+
+    def step(self, nodes: npt.ArrayLike, codes: npt.ArrayLike) -> Numbers64:
+        """The child nodes [n] int64 of nodes under codes; -1 = no prefix of the catalogue."""
+        return self.trie.step(nodes, codes)
+
+    def dead(self, items: npt.ArrayLike) -> tuple[Numbers64, ...]:
+        """What excluding a set of items kills (policy-language V24, prefix exhaustion).
+
+        items [m] item numbers in any order, repeats and -1 allowed. Returns L ascending int64 arrays: element t - 1 has
+        the nodes of depth t all of whose items are in the set.
+        """
+        start = self.trie.level_start
+        chosen = np.sort(np.asarray(items, np.int64).ravel())
+        chosen = _distinct(chosen[np.searchsorted(chosen, 0) :])[0]
+        leaves = chosen if len(self.leaf_items) == len(self) + 1 else _containing(self.leaf_items, chosen)
+        nodes, count = _distinct(leaves)
+        nodes = nodes[count == self.leaf_items[nodes + 1] - self.leaf_items[nodes]] + start[-2]
+        levels = [nodes]
+        for depth in range(self.trie.steps - 1, 0, -1):
+            children = self.trie.first[start[depth] : start[depth + 1] + 1]
+            parents, count = _distinct(_containing(children, nodes - 1))
+            nodes = parents[count == children[parents + 1] - children[parents]] + start[depth]
+            levels.append(nodes)
+        return tuple(reversed(levels))
+
+
+def _containing(bounds: npt.NDArray[Any], values: Numbers64) -> Numbers64:
+    """The range of ascending bounds that holds each value."""
+    # searched in the bounds' own dtype: with any other, NumPy would first convert the whole array
+    return np.searchsorted(bounds, values.astype(bounds.dtype), "right") - 1
+
+
+def _distinct(ordered: Numbers64) -> tuple[Numbers64, Numbers64]:
+    """The different values of a sorted array and how often each occurs."""
+    begin = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))[: len(ordered)])
+    return ordered[begin], np.diff(begin, append=len(ordered))
+
+
+def arrange(table: Table, sizes: Sequence[int]) -> Table:
+    """The table in item order: by SID, its own order as preference inside one SID.
+
+    Raises Rejected with the row for codes that are out of range.
+    """
+    _, order, _ = build_trie(table.codes, sizes)
+    columns = {name: take_column(column, order) for name, column in table.columns.items()}
+    return Table(table.ids.take(order), table.codes[order], columns)
+
+
+def make_vocab(table: Table, sizes: Sequence[int], *, version: str = "", digest: str = "") -> Vocab:
+    """A vocabulary from a table in item order (see `arrange`).
+
+    Raises Rejected (with the item's number as its row) for codes out of range, SIDs out of order, and ids given twice.
+    """
+    trie, order, leaf_items = build_trie(table.codes, sizes)
+    wrong = np.flatnonzero(order != np.arange(len(order)))
+    if len(wrong):
+        raise Rejected("not_in_sid_order", "items are not in SID order", location=f"row {int(wrong[0])}")
+    names = Ids.build(table.ids)
+    twice = names.duplicate()
+    if twice:
+        raise Rejected(
+            "duplicate_id", f"id {table.ids.get(twice[0])!r} is also in row {twice[0]}", location=f"row {twice[1]}"
+        )
+    return Vocab(version, digest, tuple(sizes), trie, table.codes, leaf_items, names, dict(table.columns))

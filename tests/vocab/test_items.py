@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.vocab import items
+from app.vocab.items import Ids, Strings
+
+names = st.lists(st.text(min_size=1, max_size=12), max_size=30)
+
+
+def utf8(texts: list[str]) -> list[bytes]:
+    return [text.encode("utf-8", "surrogatepass") for text in texts]
+
+
+@given(names, st.integers(0, 2))
+def test_every_id_is_found_and_nothing_else_however_the_hashes_collide(texts: list[str], bits: int) -> None:
+    unique = list(dict.fromkeys(texts))
+    ids = Ids.build(Strings.of(utf8(unique)), hash_of=lambda raw: hash(raw) & ((1 << bits) - 1))
+    assert ids.duplicate() is None
+    assert ids.find(unique).tolist() == list(range(len(unique)))
+    assert ids.find([text + "x" for text in unique if text + "x" not in unique]).max(initial=-1) == -1
+
+
+@given(names)
+def test_a_duplicate_is_reported_with_both_places(texts: list[str]) -> None:
+    for hash_of in (hash, lambda _: 7):
+        twice = Ids.build(Strings.of(utf8(texts)), hash_of).duplicate()
+        assert (twice is None) == (len(set(texts)) == len(texts))
+        if twice:
+            assert twice[0] < twice[1]
+            assert texts[twice[0]] == texts[twice[1]]
+
+
+@given(st.lists(st.binary(max_size=9), max_size=30), st.data())
+def test_strings_are_taken_in_any_order_across_blocks(raw: list[bytes], data: st.DataObject) -> None:
+    strings = Strings.of(raw)
+    order = data.draw(st.permutations(range(len(raw))))
+    block, items.BLOCK = items.BLOCK, 4
+    try:
+        taken = strings.take(np.array(order, np.int64))
+        assert [one for block in taken.blocks() for one in block] == [raw[i] for i in order]
+    finally:
+        items.BLOCK = block
+    assert [taken.raw(i) for i in range(len(taken))] == [raw[i] for i in order]
