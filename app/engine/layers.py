@@ -1,0 +1,51 @@
+"""Pieces that families share. N rows or positions, H heads, D head dim; everything is row by row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+LOGITS = 1 << 22
+"""Elements of a full-vocabulary logit matrix that are held at a time: 16 MiB in float32."""
+
+
+def rotary_table(positions: int, dim: int, theta: float, factor: float = 1.0) -> Tensor:
+    """[positions, 2, dim] float32: cosines, and sines with the sign that `rotate` wants.
+
+    theta   the base; angle of pair i at position p is p / factor * theta ** (-2 i / dim)
+    factor  linear position interpolation
+    """
+    frequency = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    angle = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * (frequency / factor)
+    sine = angle.sin()
+    return torch.stack([torch.cat([angle.cos()] * 2, 1), torch.cat([-sine, sine], 1)], 1)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary positions in the half-split layout: x [N, H, D], angles [N, 2, D] from `rotary_table`."""
+    cosine, sine = angles[:, :1].to(x.dtype), angles[:, 1:].to(x.dtype)
+    return (x * cosine).addcmul_(x.roll(x.shape[2] // 2, 2), sine)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim; the mean in float32."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    return (wide * scale).to(x.dtype) * weight
+
+
+def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """x [N, d]; gate_up [2 F, d] (gate first), down [d, F]: down(silu(gate x) * up x) [N, d]."""
+    gate, up = functional.linear(x, gate_up).chunk(2, 1)
+    return functional.linear(functional.silu(gate).mul_(up), down)
+
+
+def log_norm(hidden: Tensor, head: Tensor) -> Tensor:
+    """log-sum-exp of hidden @ head.T over the whole vocabulary: hidden [N, d], head [V, d] -> [N] float32.
+
+    Made in blocks of rows: no [N, V] matrix is held when it is large.
+    """
+    block = max(1, LOGITS // head.shape[0])
+    parts = [torch.logsumexp(functional.linear(rows, head).float(), 1) for rows in torch.split(hidden, block)]
+    return torch.cat(parts) if parts else hidden.new_empty(0, dtype=torch.float32)
