@@ -1,0 +1,74 @@
+# Everything is set up by the targets themselves: python3 (3.11+) with venv and pip is enough.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+ROOT ?= .
+
+.PHONY: help demo serve test unit lint test-oracles bench-cpu bench-vocab soak sizes movielens clean
+
+help:
+	@echo "make demo          set up, start a server on this folder, recommend for three users, stop"
+	@echo "make serve         serve this folder (ROOT=...) until interrupted"
+	@echo "make test          lint, types, import directions, unit tests"
+	@echo "make test-oracles  the outside references: transformers (needs more packages, installs them)"
+	@echo "make bench-cpu     Widebeam against transformers and a fair peer on this CPU; writes bench/results/"
+	@echo "make soak          long runs: leaks, cancellations"
+	@echo "make movielens     train and evaluate the demo's model"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing Widebeam into $(VENV)"
+	@$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	@echo "installing the test tools into $(VENV)"
+	@$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.oracles: $(VENV)/.dev
+	@echo "installing the outside references into $(VENV)"
+	@$(INSTALL) --editable '.[dev,oracles]'
+	@touch $@
+
+demo: $(VENV)/.base
+	@$(BIN)/widebeam demo --root $(ROOT)
+
+serve: $(VENV)/.base
+	@$(BIN)/widebeam serve --root $(ROOT)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2
+
+test: lint unit
+
+test-oracles: $(VENV)/.oracles
+	$(BIN)/python -m pytest tests/oracles
+
+bench-cpu: $(VENV)/.oracles
+	$(BIN)/python -m bench.cpu
+
+bench-vocab: $(VENV)/.base
+	$(BIN)/python -m bench.vocab
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/soak --timeout 3600
+
+movielens: $(VENV)/.base
+	$(BIN)/python -m examples.movielens.train
+
+sizes: $(VENV)/.dev
+	@$(BIN)/python tests/sizes.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
