@@ -1,0 +1,119 @@
+"""Routes to handlers: the public application and the admin application, ready for a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Final
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from app.api import errors, health, openapi, wire
+from app.api.admin import AdminAuth, Tokens
+from app.api.admin import routes as admin_routes
+from app.api.health import Readiness
+from app.api.middleware import BodyGuard, Edge
+from app.api.recommend import TIMEOUT_HEADERS, Recommend
+from app.config import Deployment
+from app.runtime.front import Front
+from app.runtime.logs import Log
+from app.runtime.metrics import Metrics
+
+REFUSALS: Final = (400, 406, 408, 413, 415, 422, 429, 503, 504)
+EXAMPLES: Final = {
+    "history": {
+        "summary": "Ten items for a user who watched three",
+        "value": {"user_id": "u-7", "context": {"history": ["296", "318", "593"]}, "k": 10},
+    },
+    "excluded": {
+        "summary": "Items that must not come back, and a deadline",
+        "value": {
+            "context": {"history": ["296", "318"]},
+            "k": 5,
+            "exclude": ["593"],
+            "user": {"age": 31},
+            "deadline_ms": 200,
+        },
+    },
+}
+
+
+def public(
+    front: Front,
+    deployment: Deployment,
+    metrics: Metrics,
+    log: Log,
+    readiness: Readiness,
+    clock: Callable[[], float] = time.monotonic,
+) -> ASGIApp:
+    """The public application: POST /v1/recommend, health, metrics, /openapi.json."""
+    app = _fastapi("Widebeam", "Recommendations by generative models with wide beams.", "/openapi.json")
+    recommend = Recommend(front, deployment, metrics, clock)
+    described = openapi.operation(
+        "recommend",
+        tag="recommend",
+        body=recommend.body,
+        answers={200: wire.Answer},
+        errors=REFUSALS,
+        examples=EXAMPLES,
+        parameters=_parameters(),
+    )
+    app.add_api_route("/v1/recommend", recommend.post, methods=["POST"], **described)
+    app.include_router(health.routes(readiness, metrics))
+    openapi.install(app, (recommend.body, wire.Answer, wire.Live, wire.Ready))
+    return _wrap(app, deployment, log, readiness, clock)
+
+
+def admin(
+    front: Front,
+    deployment: Deployment,
+    metrics: Metrics,
+    log: Log,
+    readiness: Readiness,
+    tokens: Tokens | None,
+    clock: Callable[[], float] = time.monotonic,
+) -> ASGIApp:
+    """The admin application, everything under /admin/v1. tokens None = no authentication (loopback only: `server`)."""
+    app = _fastapi("Widebeam admin", "Status and control of one server.", "/admin/v1/openapi.json")
+    app.include_router(admin_routes(front, readiness, metrics), prefix="/admin/v1")
+    scheme = {"token": {"type": "http", "scheme": "bearer"}}
+    openapi.install(app, (), security=None if tokens is None else scheme)
+    guarded: ASGIApp = app if tokens is None else AdminAuth(app, tokens)
+    return _wrap(guarded, deployment, log, readiness, clock)
+
+
+def _fastapi(title: str, description: str, document: str) -> FastAPI:
+    return FastAPI(
+        title=title,
+        description=description,
+        version=version("widebeam"),
+        openapi_url=document,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers=dict.fromkeys(errors.CAUGHT, errors.handle),
+    )
+
+
+def _wrap(app: ASGIApp, deployment: Deployment, log: Log, readiness: Readiness, clock: Callable[[], float]) -> ASGIApp:
+    server = deployment.server
+    return Edge(BodyGuard(app, server.max_body, server.read_timeout_s), readiness, log, clock)
+
+
+def _parameters() -> list[openapi.Schema]:
+    budget = {"type": "integer", "minimum": 1, "maximum": wire.MAX_DEADLINE_MS}
+    about = "Time budget in milliseconds; the smallest of the body's and the headers' counts"
+    return [
+        {"name": name.decode(), "in": "header", "required": False, "description": about, "schema": budget}
+        for name in TIMEOUT_HEADERS
+    ] + [
+        {
+            "name": "x-request-id",
+            "in": "header",
+            "required": False,
+            "description": "1 to 128 of A-Z a-z 0-9 . _ : / + = @ -, echoed; anything else is replaced",
+            "schema": {"type": "string"},
+        }
+    ]

@@ -1,0 +1,198 @@
+"""What happens around every request: an id, one log line, a bounded body, and the last word on errors.
+
+Pure ASGI: a middleware that wraps request and response objects hides `http.disconnect`, and a client that left would
+keep its beams running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Callable
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api import errors, media
+from app.api.health import Readiness
+from app.errors import Draining, Fault, WidebeamError
+from app.runtime.logs import Log
+
+SAFE_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+QUIET: Final = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics"})
+"""Probes: their lines are written at level debug."""
+
+
+class Record:
+    """What is known about one request by the end of it; `scope["widebeam"]`. Handlers add to it."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.header_id = request_id.encode()
+        self.status: int | None = None
+        self.outcome = "ok"
+        self.error: WidebeamError | None = None
+        self.facts: dict[str, object] = {}
+        self.bytes_in = 0
+        self.bytes_out = 0
+
+    def rename(self, request_id: str) -> None:
+        """Take the body's request id. It may hold anything, so the response's header takes it only where it is safe."""
+        self.request_id = request_id
+        if SAFE_ID.fullmatch(request_id.encode()):
+            self.header_id = request_id.encode()
+
+
+def request_id(headers: media.Headers) -> str:
+    """The client's `x-request-id` where it is short and plain, else one of our own. Never used as a key."""
+    given = next((value for name, value in headers if name == b"x-request-id"), b"")
+    return given.decode("ascii") if SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+class Edge:
+    """The outermost layer: request id, canonical log line, `Connection: close` while leaving; nothing escapes it."""
+
+    def __init__(self, app: ASGIApp, readiness: Readiness, log: Log, clock: Callable[[], float]) -> None:
+        self.app = app
+        self.readiness = readiness
+        self.log = log
+        self.clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI scope."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        await Exchange(self, scope, receive, send).run()
+
+
+class Exchange:
+    """One request on its way through the Edge."""
+
+    def __init__(self, edge: Edge, scope: Scope, receive: Receive, send: Send) -> None:
+        self._edge = edge
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._start = edge.clock()
+        self.record = Record(request_id(scope["headers"]))
+        scope["widebeam"] = self.record
+
+    async def run(self) -> None:
+        """Run the app; whatever it raises has been, or is now, answered."""
+        try:
+            await self._edge.app(self._scope, self._receive, self.send)
+        except asyncio.CancelledError:  # the server's grace period ended; this task has nothing else to do
+            await self._fail(Draining("the server stopped before the answer was ready", retry_after_s=1))
+        except Exception as error:  # noqa: BLE001  the last place that can answer and log it
+            await self._fail(errors.known(error))
+        finally:
+            self._write()
+
+    async def _fail(self, error: WidebeamError) -> None:
+        self.record.error = self.record.error or error
+        if self.record.status is None:
+            accept = media.header(self._scope["headers"], b"accept")
+            await errors.reply(error, accept)(self._scope, self._receive, self.send)
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on, with our headers on the first."""
+        record = self.record
+        if message["type"] == "http.response.start":
+            record.status = message["status"]
+            headers = [*message["headers"], (b"x-request-id", record.header_id)]
+            if self._edge.readiness.leaving:
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
+        elif message["type"] == "http.response.body":
+            record.bytes_out += len(message.get("body", b""))
+        await self._send(message)
+
+    def _write(self) -> None:
+        record, scope = self.record, self._scope
+        error = record.error
+        route = getattr(scope.get("route"), "path", "unmatched")
+        facts: dict[str, object] = {
+            "request_id": record.request_id,
+            "method": scope["method"],
+            "route": route,
+            "status": record.status,
+            "outcome": record.outcome if error is None else errors.outcome_of(error),
+            **({} if error is None else {"code": error.code}),
+            "ms": round((self._edge.clock() - self._start) * 1e3, 3),
+            "bytes_in": record.bytes_in,
+            "bytes_out": record.bytes_out,
+            **record.facts,
+        }
+        if isinstance(error, Fault):
+            self._edge.log.error("request", exc_info=error, **facts)
+        elif route in QUIET:
+            self._edge.log.debug("request", **facts)
+        else:
+            self._edge.log.info("request", **facts)
+
+
+class BodyGuard:
+    """Bounds what a body may cost: `max_body` bytes, `read_timeout_s` seconds, no compression (a small body could
+    unfold to any size)."""
+
+    def __init__(self, app: ASGIApp, max_body: int, read_timeout_s: float) -> None:
+        self.app = app
+        self.max_body = max_body
+        self.read_timeout_s = read_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI scope."""
+        if scope["type"] == "http":
+            receive = BodyReader(self, scope, receive).receive
+        await self.app(scope, receive, send)
+
+
+class BodyReader:
+    """The receive channel of one request. Raises BodyTooLarge, SlowBody or UnsupportedMedia on the first read that
+    shows it; the handler that never reads a body never waits for one."""
+
+    def __init__(self, guard: BodyGuard, scope: Scope, receive: Receive) -> None:
+        self._guard = guard
+        self._headers = scope["headers"]
+        self._record: Record | None = scope.get("widebeam")
+        self._receive = receive
+        self._seen = 0
+        self._whole = False
+        self._until: float | None = None
+
+    async def receive(self) -> Message:
+        """The next message; after the body's end, messages pass unbounded (a disconnect may take its time)."""
+        if self._whole:
+            return await self._receive()
+        if self._until is None:
+            self._check_headers()
+            self._until = asyncio.get_running_loop().time() + self._guard.read_timeout_s
+        try:
+            async with asyncio.timeout_at(self._until):
+                message = await self._receive()
+        except TimeoutError:
+            raise errors.SlowBody(f"the body did not arrive within {self._guard.read_timeout_s:g} s") from None
+        if message["type"] == "http.request":
+            self._count(len(message.get("body", b"")))
+            self._whole = not message.get("more_body", False)
+        return message
+
+    def _check_headers(self) -> None:
+        encoding = media.header(self._headers, b"content-encoding").strip().lower()
+        if encoding not in {"", "identity"}:
+            raise errors.UnsupportedMedia("compressed bodies are not accepted")
+        length = media.header(self._headers, b"content-length")
+        if length.isdigit() and int(length[:20]) > self._guard.max_body:
+            raise self._too_large()
+
+    def _count(self, size: int) -> None:
+        self._seen += size
+        if self._record is not None:
+            self._record.bytes_in = self._seen
+        if self._seen > self._guard.max_body:
+            raise self._too_large()
+
+    def _too_large(self) -> errors.BodyTooLarge:
+        return errors.BodyTooLarge(f"the body is larger than {self._guard.max_body} bytes")

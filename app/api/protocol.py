@@ -1,0 +1,92 @@
+"""uvicorn's HTTP protocol with what it leaves open: bounds on a request's head, and errors in our own shape."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from app.api import media, wire
+
+MAX_HEAD: Final = 64 * 1024
+"""Most bytes of a request line and headers."""
+
+
+class BoundedHead(HttpToolsProtocol):
+    """Ends connections whose request heads are too large (431), too slow (408) or not HTTP (400).
+
+    `head_timeout_s` bounds the time from a connection's start, or from a request's first byte, to the end of its
+    headers; between requests the keep-alive timeout rules.
+    """
+
+    head_timeout_s: ClassVar[float] = 30.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0
+        self._in_head = False
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn's own
+        """A connection counts as in its first head from the start."""
+        super().connection_made(transport)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Drop the timer with the connection."""
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; then count what belongs to a head that is not complete yet."""
+        super().data_received(data)
+        if not self._in_head or self.transport.is_closing():
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD:
+            self._refuse(431, "head_too_large", f"the request's head is larger than {MAX_HEAD} bytes")
+
+    def on_message_begin(self) -> None:
+        """A request's first byte."""
+        super().on_message_begin()
+        self._begin_head()
+
+    def on_headers_complete(self) -> None:
+        """The head is complete; from here the body's own limits hold."""
+        self._end_head()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP."""
+        self._refuse(400, "malformed_http", msg)
+
+    def _begin_head(self) -> None:
+        self._end_head()
+        self._in_head, self._head_bytes = True, 0
+        self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_late)
+
+    def _end_head(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_late(self) -> None:
+        if not self.transport.is_closing():
+            self._refuse(408, "head_timeout", f"the request's head did not arrive within {self.head_timeout_s:g} s")
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        body = media.ENCODE[media.JSON](wire.error_body(code, message, False, None))
+        phrase = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}[status]
+        head = (
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: {media.JSON}\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def protocol(head_timeout_s: float) -> type[BoundedHead]:
+    """The protocol with a deployment's own timeout."""
+    return type("Protocol", (BoundedHead,), {"head_timeout_s": head_timeout_s})

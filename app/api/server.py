@@ -1,0 +1,253 @@
+"""Two listeners on one event loop, under our own signals.
+
+The order of leaving is what balancers need: readiness drops first while everything is still answered, then the
+listeners close, then what runs finishes, then the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from app.api import app as apps
+from app.api.admin import Tokens
+from app.api.health import Readiness
+from app.api.protocol import protocol
+from app.config import Deployment, Server
+from app.errors import BadDeployment, WidebeamError
+from app.runtime.front import Front
+from app.runtime.logs import Log
+from app.runtime.metrics import Metrics
+
+BACKLOG: Final = 2048
+LAG_PERIOD_S: Final = 0.1
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class CannotListen(WidebeamError):
+    """An address cannot be bound."""
+
+    code = "cannot_listen"
+
+
+class Addresses(NamedTuple):
+    """Where the server listens, as `http://host:port` with the ports that were really taken."""
+
+    public: str
+    admin: str
+
+
+async def serve(
+    front: Front,
+    deployment: Deployment,
+    metrics: Metrics,
+    log: Log,
+    *,
+    root: Path = Path(),
+    on_ready: Callable[[Addresses], None] = lambda _: None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return. Call it on the loop that `run` makes.
+
+    root      the deployment root; a relative `server.admin_tokens` lies under it
+    on_ready  called once both listeners accept connections (the runtime may still be loading: that is readiness)
+    stop      given: setting it does what SIGTERM does, and no signal handler is touched (for callers with their own)
+
+    Raises BadDeployment for `admin_auth = "none"` off loopback, CannotListen for an address that is taken or wrong.
+    A second signal ends the process at once.
+    """
+    server = deployment.server
+    readiness = Readiness(front)
+    tokens = _tokens(server, root, log)
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(_listen(server.host, port)) for port in (server.port, server.admin_port)]
+        addresses = Addresses(*(_url(server.host, listener) for listener in sockets))
+        public = Listener(apps.public(front, deployment, metrics, log, readiness), server, sockets[0])
+        admin = Listener(apps.admin(front, deployment, metrics, log, readiness, tokens), server, sockets[1])
+        if stop is None:
+            stop = stack.enter_context(_stop_on_signals(log))
+        lag = asyncio.create_task(_watch_lag(metrics))
+        try:
+            await _until_stopped(public, admin, stop, lambda: _announce(addresses, log, on_ready))
+            await _leave(front, readiness, public, server, log)
+        finally:
+            lag.cancel()
+            await public.end()
+            await admin.end()
+    log.info("stopped")
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run `main` on uvloop's event loop (asyncio's own where uvloop does not exist)."""
+    try:
+        import uvloop  # noqa: PLC0415  absent on some platforms
+    except ImportError:
+        asyncio.run(main)
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
+
+
+class Listener:
+    """One uvicorn server on a bound socket: starts, stops accepting, ends. It never touches signals."""
+
+    def __init__(self, app: ASGIApp, server: Server, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            http=protocol(server.read_timeout_s),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=server.keep_alive_s,  # type: ignore[arg-type]  # seconds; fractions work
+        )
+        self._server = _Uvicorn(config)
+        self._socket = listener
+        self.task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Accept connections."""
+        self.task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        started = asyncio.create_task(self._server.accepting.wait())
+        await asyncio.wait((self.task, started), return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+
+    async def end(self, timeout_s: float = 0.0) -> None:
+        """Stop accepting, close idle connections, give running requests `timeout_s`, then cut them."""
+        if self.task is None:
+            return
+        # read when it stops accepting; 0 means "for ever" to uvicorn's wait
+        self._server.config.timeout_graceful_shutdown = max(timeout_s, 0.01)  # type: ignore[assignment]
+        self._server.should_exit = True
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+class _Uvicorn(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, then say so."""
+        await super().startup(sockets)
+        self.accepting.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: `serve` owns them."""
+        yield
+
+
+async def _until_stopped(public: Listener, admin: Listener, stop: asyncio.Event, announce: Callable[[], None]) -> None:
+    """Start both; return when `stop` is set or a listener dies of itself (then raise what killed it)."""
+    await admin.start()
+    await public.start()
+    tasks = [listener.task for listener in (admin, public) if listener.task is not None]
+    waiting = asyncio.create_task(stop.wait())
+    announce()
+    try:
+        await asyncio.wait((waiting, *tasks), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    for task in tasks:
+        if task.done():
+            task.result()
+
+
+async def _leave(front: Front, readiness: Readiness, public: Listener, server: Server, log: Log) -> None:
+    """Readiness, delay, listeners, rest: the order of leaving."""
+    readiness.leave()
+    log.info("draining", delay_s=server.drain_delay_s, timeout_s=server.drain_timeout_s)
+    await asyncio.sleep(server.drain_delay_s)
+    front.begin_drain()
+    await public.end(server.drain_timeout_s)
+    if not await front.drained(server.drain_timeout_s):
+        log.warning("drain_timeout", timeout_s=server.drain_timeout_s)
+
+
+def _announce(addresses: Addresses, log: Log, on_ready: Callable[[Addresses], None]) -> None:
+    log.info("listening", public=addresses.public, admin=addresses.admin)
+    on_ready(addresses)
+
+
+def _tokens(server: Server, root: Path, log: Log) -> Tokens | None:
+    if server.admin_auth == "token":
+        return Tokens(None if server.admin_tokens is None else root / server.admin_tokens, log)
+    if not is_loopback(server.host):
+        raise BadDeployment(
+            f'`admin_auth = "none"` is allowed on loopback only, and host is {server.host!r}', file="deployment.toml"
+        )
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a listener on `host` (a name other than `localhost` is not trusted)."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)  # two sockets may share a port until one of them listens
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def _stop_on_signals(log: Log) -> Iterator[asyncio.Event]:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def received(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        log.info("signal", signal=signal.Signals(number).name)
+        stop.set()
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, received, number)
+    try:
+        yield stop
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def _watch_lag(metrics: Metrics) -> None:
+    """Measure how late this loop wakes up, for ever."""
+    loop = asyncio.get_running_loop()
+    while True:
+        expected = loop.time() + LAG_PERIOD_S
+        await asyncio.sleep(LAG_PERIOD_S)
+        metrics.event_loop_lag_seconds.observe(max(0.0, loop.time() - expected))
