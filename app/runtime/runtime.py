@@ -202,7 +202,7 @@ class Runtime:
         """See `front.Front`."""
         own = [str(reason) for reason in self._reasons]
         if self._draining:
-            own.append("draining: this server is shutting down")
+            own.append("draining")
         if not self._thread.alive:
             own.append("engine_stopped: the engine thread has ended")
         return tuple(own)

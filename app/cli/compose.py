@@ -1,0 +1,98 @@
+"""The composition root: reads a deployment, resolves what is "auto", and builds the rooms with what each of them needs.
+`serve`, `recommend` and `demo` start here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import msgspec
+import torch
+
+from app.config import Deployment, Server, SidConfig, parse
+from app.errors import BadDeployment
+from app.runtime.loader import Loaded, load_root
+from app.runtime.logs import Log, make_log
+from app.runtime.metrics import Metrics
+from app.runtime.runtime import Runtime
+from app.runtime.status import Reason
+
+Device = Literal["auto", "cpu", "cuda"]
+clock = time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What the command line says instead of deployment.toml; None = as the file says."""
+
+    host: str | None = None
+    port: int | None = None
+    admin_port: int | None = None
+    device: Device | None = None
+
+    def apply(self, deployment: Deployment) -> Deployment:
+        """The deployment with these values."""
+        given = {"host": self.host, "port": self.port, "admin_port": self.admin_port}
+        server = msgspec.structs.replace(deployment.server, **{k: v for k, v in given.items() if v is not None})
+        return msgspec.structs.replace(deployment, server=server, device=self.device or deployment.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A composed server: `runtime.start(load)` makes it ready, or says why not."""
+
+    deployment: Deployment
+    metrics: Metrics
+    log: Log
+    build: Callable[[], Runtime]
+    load: Callable[[], Loaded]
+
+
+def read_deployment(root: Path) -> Deployment:
+    """ROOT/deployment.toml. Raises BadDeployment; one that cannot be read is refused like one that cannot be parsed."""
+    file = root / "deployment.toml"
+    try:
+        text = file.read_text("utf-8")
+    except OSError as error:
+        raise BadDeployment(f"cannot be read: {error.strerror}", file=file.name) from error
+    except UnicodeDecodeError as error:
+        raise BadDeployment("is not UTF-8", file=file.name) from error
+    return parse(text, file.name)
+
+
+def compose(root: Path, overrides: Overrides, stream: BinaryIO, *, tolerant: bool = False) -> Service:
+    """Build a service over a deployment root; nothing is loaded yet.
+
+    tolerant: with a bad deployment.toml the service is built on default sockets and never becomes ready, so that
+    whoever asks it is told why. Otherwise BadDeployment is raised.
+    """
+    try:
+        deployment, bad = overrides.apply(read_deployment(root)), None
+    except BadDeployment as error:
+        if not tolerant:
+            raise
+        deployment, bad = overrides.apply(Deployment(family="", sid=SidConfig(sizes=(1,)), server=Server())), error
+    log, metrics = make_log(stream, deployment.log.level), Metrics()
+    threads = deployment.server.threads or available_cores()
+
+    def load() -> Loaded:
+        torch.set_num_threads(threads)
+        if bad is not None:
+            return Loaded(reasons=(Reason(bad.code, bad.message, bad.path),))
+        return load_root(root, deployment, log)
+
+    return Service(deployment, metrics, log, lambda: Runtime(deployment, metrics, log, clock), load)
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity, and a container's CPU quota where one is set (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
