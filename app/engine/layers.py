@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-LOGITS = 1 << 22
-"""Elements of a full-vocabulary logit matrix that are held at a time: 16 MiB in float32."""
+LOGITS, ROWS = 1 << 19, 128
+"""A full-vocabulary logit matrix is held for as many rows as make LOGITS elements (2 MiB in float32), but for ROWS at
+least: fewer would read the whole head too often."""
 
 
 def rotary_table(positions: int, dim: int, theta: float, factor: float = 1.0) -> Tensor:
@@ -46,6 +47,6 @@ def log_norm(hidden: Tensor, head: Tensor) -> Tensor:
 
     Made in blocks of rows: no [N, V] matrix is held when it is large.
     """
-    block = max(1, LOGITS // head.shape[0])
+    block = max(ROWS, LOGITS // head.shape[0])
     parts = [torch.logsumexp(functional.linear(rows, head).float(), 1) for rows in torch.split(hidden, block)]
     return torch.cat(parts) if parts else hidden.new_empty(0, dtype=torch.float32)

@@ -129,6 +129,8 @@ def prefix_attention(
     scores = torch.stack([(queries * key.to(wide).unsqueeze(2)).sum(-1).view(n, h) for key in keys], dim=2) * scale
     if bias is not None:
         scores = scores + bias
+    if len(keys) == 1:  # softmax over one key is 1
+        return v.repeat_interleave(h // hkv, 1), scores[:, :, 0].float()
     lse = torch.logsumexp(scores, 2)
     weight = torch.exp(scores - lse.unsqueeze(2)).view(n, hkv, h // hkv, len(keys), 1)
     out = weight[:, :, :, 0] * values[0].unsqueeze(2)
