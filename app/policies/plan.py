@@ -102,6 +102,7 @@ class Plan:
     limit: int
     per_sid: int
     resolved: Mapping[str, object]
+    underfill: Literal["allow", "error"] = "allow"
 
     @property
     def trie(self) -> bool:

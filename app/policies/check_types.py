@@ -1,0 +1,360 @@
+"""Types of expressions and operator calls, and how a number depends on the candidate.
+
+A faulty part has the type None: it was reported, and nothing that holds it is reported again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from app.policies.diagnostics import Findings, Span, listing, suggest
+from app.policies.expr import (
+    Argument,
+    Binary,
+    Call,
+    Compare,
+    Expr,
+    Field,
+    Index,
+    Logic,
+    Name,
+    Negate,
+    Not,
+    Number,
+    OneOf,
+    Operation,
+    Text,
+    children,
+    walk,
+)
+from app.policies.names import (
+    AVAILABLE_SPACES,
+    EVERYWHERE,
+    FINAL_PHASES,
+    FUNCTIONS,
+    FUNCTIONS_HELP,
+    NAMES,
+    SPACES,
+    STEP_PHASES,
+    Dependence,
+    Phase,
+)
+from app.policies.operators import OPERATORS, Arg, Operator
+from app.policies.resolve import Param, Policy, Resolved
+
+Type = Literal["number", "condition", "text"] | None
+
+
+def check_types(policy: Policy, found: Findings) -> None:
+    """Check every phase of every step, and `final`; report unused parameters."""
+    checker = _Checker(policy.params, found)
+    for settings, phases in [*((step, STEP_PHASES) for step in policy.steps), (policy.final, FINAL_PHASES)]:
+        for word, resolved in settings.items():
+            if not resolved.broken and resolved.span is not None:
+                checker.phase(phases[word], resolved)
+    for param in policy.params.values():
+        if param.name not in checker.used and param.span.file == policy.file and not policy.abstract:
+            found.add(
+                "W004", param.span, f"param {param.name} is never used", "remove it, or use `param." + param.name + "`"
+            )
+
+
+@dataclass
+class _Checker:
+    params: Mapping[str, Param]
+    found: Findings
+
+    def __post_init__(self) -> None:
+        self.used: set[str] = set()
+
+    def phase(self, phase: Phase, resolved: Resolved) -> None:
+        value = resolved.value
+        if isinstance(value, Operation):
+            self.operation(phase.name, value)
+        elif isinstance(value, tuple):
+            for one in value:
+                self.operation(phase.name, one)
+        elif phase.form == "field" and isinstance(value, Field):
+            if value.name != "id":
+                self.found.add(
+                    "P003", value.name_span, f"`item.{value.name}` is not available in this version", "write `item.id`"
+                )
+        elif phase.form in ("number", "condition") and value is not None and not isinstance(value, str | int):
+            self.want(value, "condition" if phase.form == "condition" else "number", phase.name)
+
+    # ---- expressions -----------------------------------------------------------------------------------------------
+
+    def want(self, node: Expr, type_: Literal["number", "condition"], phase: str) -> None:
+        got = self.type(node, phase)
+        if got is None or got == type_:
+            return
+        if got == "text":
+            self.found.add("T011", node.span, "a text stands where a " + type_ + " is needed")
+        elif type_ == "number":
+            self.found.add(
+                "T004", node.span, "a condition stands where a number is needed", "write `where(condition, a, b)`"
+            )
+        else:
+            self.found.add("T005", node.span, "a number stands where a condition is needed", "compare it: `x > 0`")
+
+    def type(self, node: Expr, phase: str) -> Type:  # noqa: PLR0911  one case a node type
+        match node:
+            case Number():
+                return "number"
+            case Text():
+                return "text"
+            case Name():
+                return self.name(node, phase)
+            case Field():
+                return self.field(node, phase)
+            case Index():
+                self.found.add("T003", node.span, f"`{node.base}[...]` stands only in groups of `quota`")
+                return None
+            case Call():
+                return self.call(node, phase)
+            case Negate(value=value):
+                self.want(value, "number", phase)
+                return "number"
+            case Binary():
+                return self.binary(node, phase)
+            case Compare() | OneOf():
+                return self.comparison(node, phase)
+            case Not(value=value):
+                self.want(value, "condition", phase)
+                return "condition"
+            case Logic(items=items):
+                for item in items:
+                    self.want(item, "condition", phase)
+                return "condition"
+
+    def name(self, node: Name, phase: str) -> Type:
+        known = NAMES.get(phase, {}).get(node.name)
+        if known is None:
+            homes = [other for other, names in NAMES.items() if node.name in names]
+            if homes:
+                hint = f"it exists in {listing(homes)}"
+                self.found.add("T003", node.span, f"`{node.name}` does not exist in `{phase}`", hint)
+            else:
+                words = [*NAMES.get(phase, {}), *(f"{space}." for space in SPACES.get(phase, ()))]
+                self.found.add(
+                    "T001",
+                    node.span,
+                    f"unknown name `{node.name}`",
+                    suggest(node.name, words) or f"names here: {', '.join(words)}",
+                )
+            return None
+        if not known.available:
+            self.found.add("P003", node.span, f"`{node.name}` is not available in this version")
+        return known.form
+
+    def field(self, node: Field, phase: str) -> Type:
+        here = SPACES.get(phase, frozenset()) | EVERYWHERE
+        if node.space not in here:
+            homes = [other for other, spaces in SPACES.items() if node.space in spaces]
+            if homes:
+                self.found.add(
+                    "T003", node.span, f"`{node.space}` does not exist in `{phase}`", f"it exists in {listing(homes)}"
+                )
+            else:
+                place = Span(node.span.file, node.span.line, node.span.col, node.span.col + len(node.space))
+                self.found.add("T001", place, f"unknown namespace `{node.space}`", suggest(node.space, here))
+            return None
+        if node.space not in AVAILABLE_SPACES:
+            self.found.add("P003", node.span, f"`{node.space}.{node.name}` is not available in this version")
+            return None
+        if node.name not in self.params:
+            hint = suggest(node.name, self.params) or "declare it under `params:`"
+            self.found.add("T001", node.name_span, f"unknown parameter `{node.name}`", hint)
+            return None
+        self.used.add(node.name)
+        return None if self.params[node.name].broken else "number"
+
+    def call(self, node: Call, phase: str) -> Type:
+        function = FUNCTIONS.get(node.function)
+        if function is None:
+            hint = suggest(node.function, FUNCTIONS) or FUNCTIONS_HELP
+            self.found.add("T007", node.name_span, f"unknown function `{node.function}`", hint)
+            return None
+        count = len(node.args)
+        if count < function.least or (function.most is not None and count > function.most):
+            wanted = f"{function.least}" if function.most is not None else f"{function.least} or more"
+            self.found.add(
+                "T006", node.span, f"`{node.function}` takes {wanted} arguments, not {count}", function.about
+            )
+            return None
+        for at, arg in enumerate(node.args):
+            self.want(arg, "condition" if node.function == "where" and at == 0 else "number", phase)
+        return "number"
+
+    def binary(self, node: Binary, phase: str) -> Type:
+        self.want(node.left, "number", phase)
+        self.want(node.right, "number", phase)
+        if node.op == "**" and constant(node.right) is None:
+            self.found.add("T009", node.right.span, "the exponent is not a constant", "write a number, like `x ** 2`")
+        low, high = bounds(node.right, self.params)
+        if node.op == "/" and low <= 0.0 <= high and low > float("-inf"):
+            zero = low == high == 0.0
+            what = "zero" if zero else f"a value whose range {low:g} to {high:g} holds zero"
+            hint = "" if zero else "give the parameter a range without zero"
+            self.found.add("T008", node.right.span, f"division by {what}", hint)
+        return "number"
+
+    def comparison(self, node: Compare | OneOf, phase: str) -> Type:
+        left = self.type(node.left, phase)
+        right = self.type(node.right, phase) if isinstance(node, Compare) else "text"
+        for side, type_ in ((node.left, left), (node.right if isinstance(node, Compare) else None, right)):
+            if side is not None and type_ == "condition":
+                self.found.add(
+                    "T004",
+                    side.span,
+                    "a condition stands where a number is needed",
+                    "join conditions with and, or, not",
+                )
+            if side is not None and type_ == "text":
+                self.found.add("T011", side.span, "a text is compared only with `ctx.name`")
+        return "condition"
+
+    # ---- operators -------------------------------------------------------------------------------------------------
+
+    def operation(self, phase: str, call: Operation) -> None:
+        operator = OPERATORS.get(call.op)
+        if operator is None:
+            here = [one.name for one in OPERATORS.values() if one.phase == phase]
+            hint = suggest(call.op, OPERATORS) or f"operators of `{phase}`: {', '.join(here)}"
+            self.found.add("P001", call.name_span, f"unknown operator `{call.op}`", hint)
+        elif operator.phase != phase:
+            hint = f"`{call.op}` belongs under `{operator.phase}:`"
+            self.found.add("P002", call.name_span, f"`{call.op}` is not a `{phase}` operator", hint)
+        elif not operator.available:
+            self.found.add("P003", call.name_span, f"`{call.op}` is not available in this version")
+        else:
+            self.arguments(operator, call)
+
+    def arguments(self, operator: Operator, call: Operation) -> None:
+        bound, faults = bind(operator, call)
+        for span, message in faults:
+            args = ", ".join(arg.name for arg in operator.args) or "none"
+            self.found.add("T012", span, message, f"arguments of `{operator.name}`: {args}")
+        for arg in operator.args:
+            if arg.name in bound:
+                self.argument(operator, arg, bound[arg.name])
+
+    def argument(self, operator: Operator, arg: Arg, given: Argument) -> None:
+        span = given.value.span
+        if arg.form == "field":
+            self.found.add("P003", given.span, f"`{arg.name}` is not available in this version")
+            return
+        value = constant(given.value)
+        if value is None or (arg.form == "int" and value != int(value)):
+            what = "a whole number" if arg.form == "int" else "a number"
+            self.found.add("T013", span, f"`{arg.name}` of `{operator.name}` is {what}")
+        elif not arg.low <= value <= arg.high:
+            self.found.add(
+                "T013", span, f"`{arg.name}` of `{operator.name}` is {value:g}; allowed is {arg.low:g} to {arg.high:g}"
+            )
+
+
+def bind(operator: Operator, call: Operation) -> tuple[dict[str, Argument], list[tuple[Span, str]]]:
+    """Arguments by name, and what is wrong with them."""
+    names = [arg.name for arg in operator.args]
+    bound: dict[str, Argument] = {}
+    faults: list[tuple[Span, str]] = []
+    for at, given in enumerate(call.args):
+        name = given.name if given.name is not None else (names[at] if at < len(names) else None)
+        if name is None:
+            faults.append((given.span, f"`{operator.name}` takes {len(names)} arguments"))
+        elif name not in names:
+            faults.append((given.span, f"`{operator.name}` has no argument `{name}`"))
+        elif name in bound:
+            faults.append((given.span, f"`{name}` is given twice"))
+        else:
+            bound[name] = given
+    missing = [arg.name for arg in operator.args if arg.default is None and arg.name not in bound]
+    if missing and not faults:
+        faults.append((call.name_span, f"`{operator.name}` needs {listing(missing)}"))
+    return bound, faults
+
+
+def constant(node: Expr) -> float | None:
+    """The value of a plain number, with or without a minus."""
+    if isinstance(node, Number):
+        return node.value
+    if isinstance(node, Negate) and isinstance(node.value, Number):
+        return -node.value.value
+    return None
+
+
+def bounds(node: Expr, params: Mapping[str, Param]) -> tuple[float, float]:  # noqa: PLR0911  one case a node type
+    """Lowest and highest value of a number that does not depend on the candidate; infinite where unknown."""
+    wide = (float("-inf"), float("inf"))
+    match node:
+        case Number(value=value):
+            return value, value
+        case Field(space="param", name=name) if name in params and not params[name].broken:
+            return params[name].low, params[name].high
+        case Negate(value=value):
+            low, high = bounds(value, params)
+            return -high, -low
+        case Binary(op=op, left=left, right=right) if op in ("+", "-", "*"):
+            (a, b), (c, d) = bounds(left, params), bounds(right, params)
+            if wide in ((a, b), (c, d)):
+                return wide
+            if op == "*":
+                ends = [a * c, a * d, b * c, b * d]
+                return min(ends), max(ends)
+            return (a + c, b + d) if op == "+" else (a - d, b - c)
+    return wide
+
+
+def dependence(  # noqa: PLR0911  one case a node type
+    node: Expr, phase: str, params: Mapping[str, Param], score: Dependence = "c"
+) -> Dependence:
+    """How a number of `phase` depends on the candidate; `score` is the dependence of the score expression."""
+
+    def of(part: Expr) -> Dependence:
+        return dependence(part, phase, params, score)
+
+    match node:
+        case Name(name="score"):
+            return score
+        case Name(name=name):
+            return NAMES[phase][name].dependence
+        case Number() | Text() | Field(space="param"):
+            return ""
+        case Binary(op="+", left=left, right=right):
+            return _sum(of(left), of(right))
+        case Binary(op="-", left=left, right=right):
+            a, b = of(left), of(right)
+            return _sum(a, b) if b in ("", "r") else "c"
+        case Binary(op="*", left=left, right=right):
+            a, b = of(left), of(right)
+            if b == "L" and not a:
+                return "L" if bounds(left, params)[0] > 0 else "c"
+            if a == "L" and not b:
+                return "L" if bounds(right, params)[0] > 0 else "c"
+            return _flat(a, b)
+        case Binary(op="/", left=left, right=right):
+            a, b = of(left), of(right)
+            if a == "L" and not b:
+                return "L" if bounds(right, params)[0] > 0 else "c"
+            return _flat(a, b)
+    parts = [of(part) for part in children(node)]
+    return "c" if any(part in ("L", "c") for part in parts) else "r" if "r" in parts else ""
+
+
+def _sum(a: Dependence, b: Dependence) -> Dependence:
+    """L + L stays a positive multiple of the logit plus a row constant."""
+    if "c" in (a, b):
+        return "c"
+    return "L" if "L" in (a, b) else "r" if "r" in (a, b) else ""
+
+
+def _flat(a: Dependence, b: Dependence) -> Dependence:
+    return "c" if a in ("L", "c") or b in ("L", "c") else "r" if "r" in (a, b) else ""
+
+
+def names_in(node: Expr) -> frozenset[str]:
+    """Plain names that an expression reads."""
+    return frozenset(part.name for part in walk(node) if isinstance(part, Name))

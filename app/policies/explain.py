@@ -1,0 +1,116 @@
+"""What a plan does, step by step, and where each value came from: text for people, data for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from app.core import Contract
+from app.policies.check_contract import Catalogue, planned, trie_prefixes
+from app.policies.names import FINAL_PHASES, STEP_PHASES, Phase
+from app.policies.plan import Plan
+from app.policies.resolve import Policy, Resolved, content_text
+
+_PRECUT = {
+    "R": "R: the rank is constant in a row",
+    "L": "L: the rank follows the logit",
+    "M": "M: the rank keeps the order of a row",
+    "E": "E: the rank rewrites each candidate",
+}
+
+
+def explain(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue | None = None) -> dict[str, object]:
+    """The plan as JSON-ready data: ids, widths, parameters, and for each step its shapes and phases with origins."""
+    rows = planned(plan.widths, contract.sizes, trie_prefixes(policy, catalogue))
+    steps = []
+    for shape, before, after, phases, program in zip(
+        contract.steps, (1, *rows), rows, policy.steps, plan.structure.steps, strict=False
+    ):
+        steps.append(
+            {
+                "step": shape.t,
+                "rows": before,
+                "codes": shape.codes,
+                "width": plan.widths[shape.t - 1],
+                "planned": after,
+                "candidates": "children of the trie" if program.children else "all codes",
+                "precut": program.precut,
+                "phases": {
+                    word: {"value": content_text(phases[word].value), "from": _origin(phases[word])}
+                    for word in STEP_PHASES
+                    if phases[word].value is not None
+                },
+            }
+        )
+    return {
+        "policy": plan.policy,
+        "policy_id": plan.policy_id,
+        "structure_id": plan.structure.id,
+        "plan_id": plan.plan_id,
+        "contract": contract.id,
+        "extends": list(policy.chain[1:]),
+        "widths": {"value": list(plan.widths), "from": _place(policy)},
+        "params": {
+            one.name: {"value": one.value, "range": [one.low, one.high], "from": f"{one.span.file}:{one.span.line}"}
+            for one in policy.params.values()
+        },
+        "underfill": plan.underfill,
+        "steps": steps,
+        "final": {
+            word: {
+                "value": plan.limit if word == "limit" else content_text(policy.final[word].value),
+                "from": _origin(policy.final[word]),
+            }
+            for word in FINAL_PHASES
+            if word == "limit" or policy.final[word].value is not None
+        },
+    }
+
+
+def explain_text(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue | None = None) -> str:
+    """The same for a terminal."""
+    rows = planned(plan.widths, contract.sizes, trie_prefixes(policy, catalogue))
+    chain = f" extends {' -> '.join(policy.chain[1:])}" if len(policy.chain) > 1 else ""
+    out = [
+        f"policy {plan.policy}{chain}",
+        f"  id {plan.policy_id}  structure {plan.structure.id}  plan {plan.plan_id}  contract {contract.id}",
+        f"  widths {list(plan.widths)} <- {_place(policy)}",
+    ]
+    out += [
+        f"  param {one.name} = {one.value:g} in {one.low:g}..{one.high:g} <- {one.span.file}:{one.span.line}"
+        for one in policy.params.values()
+    ]
+    for shape, before, after, phases, program in zip(
+        contract.steps, (1, *rows), rows, policy.steps, plan.structure.steps, strict=False
+    ):
+        source = "children of the trie" if program.children else "all codes"
+        out.append(
+            f"step {shape.t}  rows={before} codes={shape.codes} width={plan.widths[shape.t - 1]} planned={after}"
+        )
+        out += _lines(phases, STEP_PHASES)
+        out.append(f"  candidates   {source}; precut class {_PRECUT[program.precut]}")
+    out.append("final")
+    out += _lines({word: value for word, value in policy.final.items() if word != "limit"}, FINAL_PHASES)
+    out.append(f"  limit        {plan.limit}  <- {_origin(policy.final['limit'])}")
+    if plan.underfill == "error":
+        out.append("  a list shorter than asked fails the request (underfill: error)")
+    return "\n".join(out)
+
+
+def _lines(values: Mapping[str, Resolved], phases: Mapping[str, Phase]) -> list[str]:
+    out = []
+    for word in phases:
+        if word in values and values[word].value is not None:
+            value = content_text(values[word].value)
+            text = "; ".join(value) if isinstance(value, list) else str(value)
+            out.append(f"  {word:<12} {text}  <- {_origin(values[word])}")
+    return out
+
+
+def _origin(resolved: Resolved) -> str:
+    if resolved.span is None:
+        return "default"
+    return f"{resolved.key} of {resolved.span.file}:{resolved.span.line}"
+
+
+def _place(policy: Policy) -> str:
+    return f"{policy.widths.span.file}:{policy.widths.span.line}" if policy.widths else "contract"

@@ -1,0 +1,70 @@
+"""Every code that a policy file can get, in one table. Each has a page `docs/policies/codes/<code>.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+Severity = Literal["error", "warning", "note"]
+
+
+class Rule(NamedTuple):
+    """A stable code and what it stands for. S: text and form, T: names and types, P: placement, X: inheritance,
+    K: against the contract, E: traffic and experiments, W: warnings."""
+
+    code: str
+    severity: Severity
+    title: str
+
+
+def _table(*rules: tuple[str, Severity, str]) -> Mapping[str, Rule]:
+    return {code: Rule(code, severity, title) for code, severity, title in rules}
+
+
+RULES = _table(
+    ("S001", "error", "the file is not UTF-8 text of an allowed size"),
+    ("S002", "error", "the file is not valid YAML"),
+    ("S003", "error", "a key is given twice"),
+    ("S004", "error", "YAML anchors, aliases and merge keys are not used"),
+    ("S005", "error", "YAML tags are not used"),
+    ("S006", "error", "a file holds one document and no directives"),
+    ("S007", "error", "unknown key"),
+    ("S008", "error", "the value has another form than this key takes"),
+    ("S009", "error", "a required key is missing"),
+    ("S010", "error", "a key without a value"),
+    ("S011", "error", "the value is not one that this key takes"),
+    ("S012", "error", "a limit of the language is exceeded"),
+    ("S013", "error", "a parameter lies outside its range"),
+    ("S014", "error", "the expression cannot be read"),
+    ("S015", "error", "the expression uses something that the language does not have"),
+    ("S016", "error", "the file cannot be a policy file"),
+    ("S017", "error", "unknown version of the language"),
+    ("S018", "error", "an expression of several lines needs a `|` block"),
+    ("T001", "error", "unknown name"),
+    ("T003", "error", "the name does not exist in this phase"),
+    ("T004", "error", "a number is needed, a condition is given"),
+    ("T005", "error", "a condition is needed, a number is given"),
+    ("T006", "error", "wrong number of arguments"),
+    ("T007", "error", "unknown function"),
+    ("T008", "error", "division by zero"),
+    ("T009", "error", "the exponent is not a constant"),
+    ("T010", "error", "the number is too large"),
+    ("T011", "error", "text outside a comparison with `ctx`"),
+    ("T012", "error", "an operator's argument is missing, unknown or given twice"),
+    ("T013", "error", "an operator's argument is outside its range"),
+    ("P001", "error", "unknown operator"),
+    ("P002", "error", "the operator belongs to another phase"),
+    ("P003", "error", "not available in this version"),
+    ("X001", "error", "`extends` goes round in a circle"),
+    ("X002", "error", "unknown parent"),
+    ("X003", "error", "`extends` is too deep"),
+    ("K002", "error", "the number of widths is not the number of steps"),
+    ("K003", "error", "a width is above the contract's limit"),
+    ("K004", "note", "a width is above what the step can hold"),
+    ("K013", "error", "a step has too many candidates to number"),
+    ("E002", "error", "unknown or abstract policy"),
+    ("W001", "warning", "the mask allows nothing"),
+    ("W003", "warning", "an override repeats what is inherited"),
+    ("W004", "warning", "a parameter is never used"),
+    ("W006", "warning", "a step key that no step of the deployment has"),
+)

@@ -1,0 +1,78 @@
+"""The JSON Schema of a policy file, from the language's own tables: completion and hover text in editors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from app.policies.names import FINAL_PHASES, NORMALIZE, STEP_PHASES, Phase
+from app.policies.operators import OPERATORS
+from app.policies.read import LANGUAGE, MAX_LINES, MAX_PARAMS
+
+Schema = dict[str, object]
+
+
+def schema() -> Schema:
+    """Keys, forms and ranges; expressions are strings to it."""
+    text: Schema = {"type": "string"}
+    step = {"type": "object", "additionalProperties": False, "properties": _phases(STEP_PHASES)}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Widebeam selection policy",
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["widebeam"],
+        "properties": {
+            "widebeam": {"const": LANGUAGE, "description": "version of the language"},
+            "about": {**text, "description": "what the policy is for"},
+            "owner": {**text, "description": "who answers for it"},
+            "extends": {**text, "description": "the policy that this one overrides, phase by phase"},
+            "abstract": {"type": "boolean", "description": "only to be extended, never served"},
+            "params": {
+                "type": "object",
+                "maxProperties": MAX_PARAMS,
+                "description": "numbers that can change without a new structure",
+                "additionalProperties": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "value": {"type": "number"},
+                        "range": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
+                        "about": text,
+                    },
+                },
+            },
+            "widths": {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 1},
+                "description": "survivors after each step; the contract's where it is not given",
+            },
+            "underfill": {"enum": ["allow", "error"], "description": "whether a list shorter than asked is an answer"},
+            "steps": {
+                "type": "object",
+                "additionalProperties": False,
+                "patternProperties": {"^(all|first|last|[1-9][0-9]?)$": step},
+                "description": "phases by step; a number wins over first and last, these over all",
+            },
+            "final": {"type": "object", "additionalProperties": False, "properties": _phases(FINAL_PHASES)},
+        },
+    }
+
+
+def _phases(phases: Mapping[str, Phase]) -> Schema:
+    return {phase.name: _phase(phase) for phase in phases.values() if phase.available}
+
+
+def _phase(phase: Phase) -> Schema:
+    about = phase.about + (f" (default: {phase.default})" if phase.default else "")
+    operators = "; ".join(
+        f"{one.name}: {one.about}" for one in OPERATORS.values() if one.phase == phase.name and one.available
+    )
+    description = f"{about}. {operators}" if operators else about
+    if phase.form == "choice":
+        return {"enum": list(NORMALIZE), "description": description}
+    if phase.form == "count":
+        return {"type": "integer", "minimum": 1, "description": description}
+    if phase.form == "operations":
+        lines = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_LINES[phase.name]}
+        return {"anyOf": [lines, {"const": "none"}], "description": description}
+    return {"type": "string", "description": description}
