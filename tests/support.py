@@ -9,14 +9,29 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-from app.config import Deployment, Limits, SidConfig
+from app.config import Deployment, Limits, Server, SidConfig
+from app.core import Contract, HistoryIds, Ranked, Request
 from app.engine.engine import Engine
 from app.engine.families.base import ModelFiles
 from app.engine.families.onerec import OneRec
 from app.engine.families.onerec_config import parse as parse_onerec
 from app.engine.families.onerec_reference import OneRecReference
+from app.errors import WidebeamError
+from app.policies.compile import compile_policy
+from app.policies.plan import Plan
+from app.policies.source import Source
+from app.runtime.admission import Admission
+from app.runtime.contract import make_contract
+from app.runtime.job import Batch, Job
+from app.runtime.metrics import Metrics
+from app.runtime.snapshot import ArtifactRef, DeviceTrie, Snapshot
+from app.runtime.steps import StepLoop
+from app.vocab.artifact import save_vocab
+from app.vocab.items import Strings, Table
+from app.vocab.publish import commit, draft
+from app.vocab.vocab import Vocab, arrange, make_vocab
 
 ONEREC: Mapping[str, object] = {
     "family": "onerec",
@@ -63,3 +78,137 @@ def random_sids(sizes: Sequence[int], items: int, seed: int = 0) -> np.ndarray:
     total = int(np.prod(sizes))
     flat = np.sort(generator.choice(total, size=min(items, total), replace=False))
     return np.stack(np.unravel_index(flat, sizes), axis=1).astype(np.int32)
+
+
+class Present:
+    """A client that stays."""
+
+    def gone(self, now: float) -> WidebeamError | None:
+        """Never."""
+
+
+BASE = "widebeam: 1\n"
+
+
+def plan_of(
+    contract: Contract, text: str = BASE, *, name: str = "base", others: Mapping[str, str] | None = None
+) -> Plan:
+    """Compile one policy text; a fault of the text fails the test with the rendered findings."""
+    texts = {**(others or {}), name: text}
+    sources = {key: Source(f"policies/{key}.yaml", value.encode()) for key, value in texts.items()}
+    plan, findings = compile_policy(name, sources, contract)
+    assert plan is not None, findings
+    return plan
+
+
+class Policies:
+    """Plans by name, as a snapshot holds them."""
+
+    id = "test"
+
+    def __init__(self, plans: Mapping[str, Plan], default: str = "base") -> None:
+        self._plans, self.default = plans, default
+
+    def plan(self, name: str) -> Plan | None:
+        """See `runtime.snapshot.Policies`."""
+        return self._plans.get(name)
+
+    def plans(self) -> list[Plan]:
+        """See `runtime.snapshot.Policies`."""
+        return list(self._plans.values())
+
+
+def catalogue(sids: np.ndarray, sizes: Sequence[int], ids: Sequence[str] | None = None, version: str = "v1") -> Vocab:
+    """A vocab of SIDs that are in SID order; ids default to "i0", "i1", .."""
+    names = [f"i{item}" for item in range(len(sids))] if ids is None else list(ids)
+    table = Table(Strings.of([name.encode() for name in names]), np.asarray(sids, np.int32), {})
+    return make_vocab(table, sizes, version=version, digest=version)
+
+
+def deployment_of(sizes: Sequence[int], **limits: object) -> Deployment:
+    """A deployment of a small onerec."""
+    given = {"widths": (64,) * len(sizes), "rows": 4096, "batch": 16, "context": 64, "k": 1000, **limits}
+    sid = SidConfig(sizes=tuple(sizes))
+    server = Server(policy_override=True)
+    return Deployment(family="onerec", sid=sid, device="cpu", limits=Limits(**given), server=server)
+
+
+def snapshot_of(
+    engine: Engine, vocab: Vocab, deployment: Deployment, policies: Mapping[str, str] | None = None
+) -> Snapshot:
+    """A snapshot in memory; policies are texts by name (default: an empty `base`)."""
+    contract = make_contract(engine, {}, deployment, "float32")
+    texts = {"base": BASE, **(policies or {})}
+    plans = {name: plan_of(contract, text, name=name, others=texts) for name, text in texts.items()}
+    ref = ArtifactRef("v1", "w" * 8, "now")
+    return Snapshot(
+        "s1", contract, engine, ref, vocab, ArtifactRef(vocab.version, vocab.digest, "now"),
+        DeviceTrie.of(vocab, engine.device), Policies(plans),
+    )  # fmt: skip
+
+
+def job_of(snapshot: Snapshot, deployment: Deployment, history: Sequence[str] = (), **fields: object) -> Job:
+    """An admitted job of a client that stays. fields: those of core.Request (`policy`, `k`, `exclude`)."""
+    request = Request(**{"request_id": "r", "context": HistoryIds(tuple(history)), "k": 10, **fields})
+    admission = Admission(deployment)
+    plan, planned = admission.plan(request, snapshot)
+    own = admission.admit(request, plan, snapshot)
+    return Job(request, Present(), snapshot, plan, own.inputs, planned, own.excluded, own.seen, 0.0)
+
+
+def run_batch(jobs: Sequence[Job], transition: str = "ancestry") -> list[Ranked]:
+    """One batch through the step loop; a job that failed fails the test."""
+    served = StepLoop(lambda: 0.0, Metrics(), transition).serve(Batch(tuple(jobs)))
+    results = {id(end.job): end.result for end in served}
+    for result in results.values():
+        assert isinstance(result, Ranked), result
+    return [results[id(job)] for job in jobs]
+
+
+def write_root(
+    root: Path,
+    sizes: Sequence[int] = (4, 5, 6),
+    items: Sequence[Mapping[str, object]] | None = None,
+    policies: Mapping[str, str] | None = None,
+    *,
+    seed: int = 0,
+    extra: str = "",
+    limits: str = "rows = 4096\nbatch = 16\ncontext = 64",
+) -> Path:
+    """A deployment root on disk: a random onerec as weights/v1, a catalogue as vocab/v1, policies, free ports.
+
+    items: lines of the plain form; default: 40 random SIDs with ids "i0", "i1", ..
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    widths = ", ".join(["64"] * len(sizes))
+    (root / "deployment.toml").write_text(
+        f'family = "onerec"\ndevice = "cpu"\n{extra}\n[sid]\nsizes = {list(sizes)}\n[limits]\nwidths = [{widths}]\n{limits}\n'
+        '[server]\nport = 0\nadmin_port = 0\nadmin_auth = "none"\npolicy_override = true\ndrain_delay_s = 0.05\n'
+    )
+    write_weights(root, onerec_config(sizes), onerec_weights(onerec_config(sizes), seed))
+    write_vocab(root, sizes, items)
+    (root / "policies").mkdir(exist_ok=True)
+    for name, text in {"base": BASE, **(policies or {})}.items():
+        (root / "policies" / f"{name}.yaml").write_text(text)
+    return root
+
+
+def write_weights(
+    root: Path, config: Mapping[str, object], weights: Mapping[str, torch.Tensor], version: str = "v1"
+) -> None:
+    """A weights version with its manifest."""
+    with draft(root, "weights") as made:
+        made.write("config.json", [json.dumps(config).encode()])
+        made.write("model.safetensors", [save(dict(weights))])
+        commit(made, "weights", version, "tests", {})
+
+
+def write_vocab(
+    root: Path, sizes: Sequence[int], items: Sequence[Mapping[str, object]] | None = None, version: str = "v1"
+) -> None:
+    """A vocab version with its manifest, imported from the plain form."""
+    if items is None:
+        items = [{"id": f"i{n}", "sid": sid} for n, sid in enumerate(random_sids(sizes, 40).tolist())]
+    names = Strings.of([str(item["id"]).encode() for item in items])
+    table = Table(names, np.array([item["sid"] for item in items], np.int32), {})
+    save_vocab(arrange(table, sizes), sizes, root, version, made_by="tests")
