@@ -10,6 +10,7 @@
     ├── Expired             the deadline passed
     ├── Cancelled           the client left
     ├── ModelOutput         a model wrote too many bad numbers for this request
+    ├── Underfilled         fewer than k items, and the policy wants all or nothing
     ├── Rejected            an artifact did not pass the gate; `location` names file, row or tensor
     │   └── PolicyRejected  carries the diagnostics of a policy file
     ├── BadDeployment       deployment.toml is wrong; file and line
@@ -54,6 +55,8 @@ class Refused(WidebeamError):
 
 
 class QueueFull(Refused):
+    """As many requests wait as the queue holds."""
+
     code = "queue_full"
 
 
@@ -64,10 +67,14 @@ class DeadlineTooShort(Refused):
 
 
 class Draining(Refused):
+    """The server is on its way out."""
+
     code = "draining"
 
 
 class NotReady(Refused):
+    """Nothing serves yet; the message says why."""
+
     code = "not_ready"
 
 
@@ -88,6 +95,12 @@ class ModelOutput(WidebeamError):
     """More than 1 % of this request's logits of a step were NaN or +inf; its batch-mates are untouched."""
 
     code = "model_output"
+
+
+class Underfilled(WidebeamError):
+    """Fewer than k items, under a policy that says `underfill: error`."""
+
+    code = "underfilled"
 
 
 class Rejected(WidebeamError):

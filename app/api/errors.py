@@ -93,6 +93,7 @@ STATUS: Final[Mapping[type[BaseException], int]] = {
     errors.Cancelled: 499,
     errors.Refused: 503,
     errors.ModelOutput: 503,
+    errors.Underfilled: 503,
     errors.Expired: 504,
 }
 """The status of a class is that of its nearest ancestor here."""

@@ -5,6 +5,7 @@ Reading is separate from compiling: `snapshot` takes the bytes once, the rest is
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -53,6 +54,16 @@ class PolicySet:
         """The plan of a policy, of the default where no name is given; None where there is none to serve."""
         loaded = self.policies.get(self.default if name is None else name)
         return loaded.plan if loaded else None
+
+    def plans(self) -> tuple[Plan, ...]:
+        """Every plan, by name of its policy."""
+        return tuple(loaded.plan for _, loaded in sorted(self.policies.items()) if loaded.plan is not None)
+
+    @property
+    def id(self) -> str:
+        """The content of the whole set: equal for equal policies under equal names and the same default."""
+        lines = [f"default {self.default}", *(f"{plan.policy} {plan.policy_id}" for plan in self.plans())]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Batcher:
         await self._idle.wait()
 
     def forget(self, job: Job) -> None:
-        """A queued job's client has gone or its time has passed: it leaves the queue now. Running jobs are left alone."""
+        """A queued job's client has gone or its time has passed: it leaves now. Running jobs are left alone."""
         if job in self._waiting:
             self._waiting.remove(job)
             self._waiting_rows -= job.rows

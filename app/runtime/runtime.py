@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from app.config import Deployment
 from app.core import Item, Outcome, Ranked, Request, Timings, Versions
-from app.errors import Cancelled, Draining, Expired, NotReady, WidebeamError
+from app.errors import Cancelled, Draining, Expired, NotReady, Underfilled, WidebeamError
 from app.runtime.admission import Admission, Admitted, default_seed
 from app.runtime.batcher import Batcher
 from app.runtime.canary import canary_jobs
@@ -55,10 +56,14 @@ class Runtime:
 
     async def start(self, load: Callable[[], Loaded]) -> None:
         """Load off the loop, warm up, and become ready; or say why not and stay alive."""
-        loaded = await asyncio.to_thread(load)
-        self._loaded, self._reasons = loaded, loaded.reasons
-        if loaded.snapshot is not None:
-            await self._activate(loaded.snapshot)
+        try:
+            loaded = await asyncio.to_thread(load)
+            self._loaded, self._reasons = loaded, loaded.reasons
+            if loaded.snapshot is not None:
+                await self._activate(loaded.snapshot)
+        except Exception as error:  # noqa: BLE001  a bug of ours must not leave a server that says "starting" for ever
+            self._log.error("start_failed", exc_info=error)
+            self._reasons = (Reason("internal", f"{type(error).__name__} while loading; the log has it"),)
         for reason in self._reasons:
             self._log.error("not_ready", code=reason.code, message=reason.message, location=reason.location)
 
@@ -68,6 +73,8 @@ class Runtime:
             self._reasons = (Reason("canary_failed", failure.message),)
             return
         self._pins.active, self._reasons = snapshot, ()
+        gc.collect()
+        gc.freeze()  # what was loaded lives as long as the process: collections need not walk it
         self._history.append(Cutover(now_iso(), None, snapshot.id, "start", 0.0))
         self._metrics.snapshot(
             "active", {"id": snapshot.id, "weights": snapshot.weights.version, "vocab": snapshot.vocab_ref.version}
@@ -84,13 +91,15 @@ class Runtime:
     async def _warm(self, snapshot: Snapshot) -> WidebeamError | None:
         """Serve made-up requests of small and large batches before anybody else does; their error, if there is one."""
         for jobs in canary_jobs(snapshot, self._deployment):
-            done: asyncio.Future[Sequence[Served]] = asyncio.get_running_loop().create_future()
-            batch = Batch(jobs)
-            self._thread.run(batch, asyncio.get_running_loop(), lambda _, served, done=done: done.set_result(served))
-            for end in await done:
+            for end in await self._serve_alone(Batch(jobs)):
                 if isinstance(end.result, WidebeamError):
                     return end.result
         return None
+
+    async def _serve_alone(self, batch: Batch) -> Sequence[Served]:
+        done: asyncio.Future[Sequence[Served]] = asyncio.get_running_loop().create_future()
+        self._thread.run(batch, asyncio.get_running_loop(), lambda _, served: done.set_result(served))
+        return await done
 
     def begin_drain(self) -> None:
         """See `front.Front`."""
@@ -159,6 +168,8 @@ class Runtime:
                 if not isinstance(end.result, Expired | Cancelled):
                     self._log.error("request_failed", code=end.result.code, exc_info=end.result)
                 ticket.resolve(end.result)
+            elif end.job.plan.underfill == "error" and len(end.result.items) < end.job.request.k:
+                ticket.resolve(Underfilled(f"{len(end.result.items)} items, {end.job.request.k} were asked for"))
             else:
                 ticket.resolve(self._outcome(end, end.result, admitted, len(served), rows))
 

@@ -1,0 +1,47 @@
+"""`widebeam serve`: a deployment root over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from app.api import server
+from app.cli.compose import Device, Overrides, Service, compose
+
+
+def serve(
+    root: Annotated[Path, typer.Option(help="Deployment root")],
+    host: Annotated[str | None, typer.Option(help="Instead of deployment.toml's")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 = any free port")] = None,
+    admin_port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 = any free port")] = None,
+    device: Annotated[Device | None, typer.Option(help="Instead of deployment.toml's")] = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT. Bad artifacts do not end the server: it stays alive, not ready, and says why."""
+    service = compose(root, Overrides(host, port, admin_port, device), sys.stdout.buffer, tolerant=True)
+    server.run(run(service, root))
+
+
+async def run(
+    service: Service,
+    root: Path,
+    on_ready: Callable[[server.Addresses], None] = lambda _: None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve a composed service: listen at once, load beside it, become ready when that is done."""
+    runtime = service.build()
+    starting = asyncio.create_task(runtime.start(service.load))
+    try:
+        await server.serve(
+            runtime, service.deployment, service.metrics, service.log, root=root, on_ready=on_ready, stop=stop
+        )
+    finally:
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        runtime.close()
