@@ -12,9 +12,9 @@ import ipaddress
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -57,7 +57,7 @@ async def serve(
     on_ready: Callable[[Addresses], None] = lambda _: None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return. Call it on the loop that `run` makes.
+    """Serve until SIGTERM or SIGINT, then drain and return. Meant for uvloop's event loop.
 
     root      the deployment root; a relative `server.admin_tokens` lies under it
     on_ready  called once both listeners accept connections (the runtime may still be loading: that is readiness)
@@ -85,17 +85,6 @@ async def serve(
             await public.end()
             await admin.end()
     log.info("stopped")
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run `main` on uvloop's event loop (asyncio's own where uvloop does not exist)."""
-    try:
-        import uvloop  # noqa: PLC0415  absent on some platforms
-    except ImportError:
-        asyncio.run(main)
-        return
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main)
 
 
 class Listener:
