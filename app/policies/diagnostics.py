@@ -89,11 +89,16 @@ class Findings:
 
     def text(self) -> str:
         """All findings for a terminal, a blank line between them."""
-        return "\n\n".join(one.text() for one in self)
+        return render(self)
 
     def data(self) -> list[dict[str, str | int]]:
         """All findings as JSON-ready data."""
         return [one.data() for one in self]
+
+
+def render(findings: Iterable[Diagnostic]) -> str:
+    """Findings for a terminal, a blank line between them."""
+    return "\n\n".join(one.text() for one in findings)
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from app.policies.expr import Field, Operation, number_text, walk
 from app.policies.names import FINAL_PHASES, STEP_PHASES
 from app.policies.operators import OPERATORS
-from app.policies.read import LANGUAGE, Content
+from app.policies.read import Content
 from app.policies.resolve import Policy, Resolved, content_text
+from app.policies.values import LANGUAGE
 
 COMPILER = 1
 """Raised when the same structure would be lowered to other arithmetic."""

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.core import Contract
 from app.policies.check_contract import Catalogue
 from app.policies.compile import compile_policy
-from app.policies.diagnostics import Diagnostic, Findings, Span, suggest
+from app.policies.diagnostics import Diagnostic, Findings, Span, render, suggest
 from app.policies.plan import Plan
-from app.policies.read import NAME, Reader
 from app.policies.resolve import Library
 from app.policies.source import MAX_BYTES, Source, compose
+from app.policies.values import NAME, Values
 
 MAX_FILES = 1000
 DEFAULT = "base"
@@ -50,20 +50,38 @@ class PolicySet:
     default: str
     findings: tuple[Diagnostic, ...]
 
-    def plan(self, name: str | None = None) -> Plan | None:
-        """The plan of a policy, of the default where no name is given; None where there is none to serve."""
-        loaded = self.policies.get(self.default if name is None else name)
+    @property
+    def id(self) -> str:
+        """Content id: which policies can be served, and the default."""
+        parts = [f"{plan.policy} {plan.policy_id}" for plan in self.plans()]
+        return hashlib.sha256("\n".join([self.default, *parts]).encode()).hexdigest()[:12]
+
+    def plan(self, name: str) -> Plan | None:
+        """The plan of a policy; None where there is none to serve."""
+        loaded = self.policies.get(name)
         return loaded.plan if loaded else None
 
     def plans(self) -> tuple[Plan, ...]:
-        """Every plan, by name of its policy."""
-        return tuple(loaded.plan for _, loaded in sorted(self.policies.items()) if loaded.plan is not None)
+        """Every plan, by name."""
+        return tuple(one.plan for _, one in sorted(self.policies.items()) if one.plan is not None)
 
-    @property
-    def id(self) -> str:
-        """The content of the whole set: equal for equal policies under equal names and the same default."""
-        lines = [f"default {self.default}", *(f"{plan.policy} {plan.policy_id}" for plan in self.plans())]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+    def status(self) -> dict[str, object]:
+        """The status document's `policies`: state, id and findings by name; abstract policies are not in it."""
+        return {
+            name: {
+                "state": "live" if one.plan else "rejected",
+                "policy_id": one.plan.policy_id if one.plan else None,
+                "errors": [finding.data() for finding in one.findings],
+            }
+            for name, one in sorted(self.policies.items())
+            if not one.abstract
+        }
+
+    def rejections(self) -> tuple[tuple[str, str], ...]:
+        """(name, what is wrong as text) of every policy that cannot be served, and ("", ...) for the folder."""
+        own = [(name, one.errors) for name, one in sorted(self.policies.items()) if one.errors]
+        folder = tuple(one for one in self.findings if one.rule.severity == "error")
+        return tuple((name, render(errors)) for name, errors in [*own, *([("", folder)] if folder else [])])
 
 
 @dataclass(frozen=True)
@@ -97,7 +115,7 @@ def snapshot(directory: Path, shown: str = "policies") -> Folder:
             refused.append(
                 (file, "S016", f"`{path.stem}` is no policy name", "names are a-z, 0-9 and _, a letter first")
             )
-        elif not path.resolve().is_relative_to(root):
+        elif not _inside(path, root):
             refused.append(
                 (file, "S016", "the file is a link that leads out of the folder", "put the file itself here")
             )
@@ -113,9 +131,20 @@ def snapshot(directory: Path, shown: str = "policies") -> Folder:
     return Folder(sources, traffic, tuple(refused))
 
 
-def _read(path: Path, file: str) -> Source | None:
-    """At most one byte over the limit, so that a huge file costs nothing."""
+def _inside(path: Path, root: Path) -> bool:
+    """Whether a path, links followed, lies below the folder."""
     try:
+        real = path.resolve()
+    except (OSError, RuntimeError):  # a link that leads to itself
+        return False
+    return real.is_relative_to(root)
+
+
+def _read(path: Path, file: str) -> Source | None:
+    """At most one byte over the limit, so that a huge file costs nothing; None for what is no plain file."""
+    try:
+        if not path.is_file():  # a pipe would block
+            return None
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
             size = path.stat().st_size if len(data) > MAX_BYTES else len(data)
@@ -125,10 +154,13 @@ def _read(path: Path, file: str) -> Source | None:
 
 
 def load_policies(
-    directory: Path, contract: Contract, catalogue: Catalogue | None = None, *, shown: str = "policies"
+    directory: Path, contract: Contract, *, prefixes: Sequence[int] | None = None, shown: str = "policies"
 ) -> PolicySet:
-    """Compile every policy of a folder for a contract. Never raises for what the files say."""
-    return compile_folder(snapshot(directory, shown), contract, catalogue)
+    """Compile every policy of a folder for a contract. Never raises for what the files say.
+
+    prefixes: distinct prefixes of the catalogue by depth, where it is known · shown: the folder's name in messages.
+    """
+    return compile_folder(snapshot(directory, shown), contract, Catalogue(tuple(prefixes)) if prefixes else None)
 
 
 def compile_folder(folder: Folder, contract: Contract, catalogue: Catalogue | None = None) -> PolicySet:
@@ -151,7 +183,7 @@ def _default(source: Source, policies: Mapping[str, Loaded], found: Findings) ->
     root = compose(source, found)
     if root is None:
         return DEFAULT
-    reader = Reader(found)
+    reader = Values(found)
     entries = reader.fields(root, "traffic", ("widebeam", "kind", "default", *_LATER))
     reader.version(entries.get("widebeam"), Span(source.file, 1, 1, 2))
     if "kind" not in entries:

@@ -5,38 +5,24 @@ Nothing is looked up here: names, parents and the contract come later.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from app.policies.diagnostics import Findings, Span, listing, suggest
-from app.policies.expr import MAX_NUMBER, Expr, Field, Operation, parse_expression, parse_operation
+from app.policies.expr import Expr, Field, Operation, parse_expression, parse_operation
 from app.policies.names import FINAL_PHASES, NORMALIZE, STEP_PHASES, STEP_WORDS, Phase
-from app.policies.source import Broken, Items, Node, Scalar, Source, Table, compose
+from app.policies.source import Broken, Node, Scalar, Source, Table, compose
+from app.policies.values import NAME, Given, Values
 
-LANGUAGE = 1
 MAX_PARAMS = 64
 MAX_LINES: Mapping[str, int] = {"keep": 8, "prune": 8, "quota": 16}
-NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
 
-T = TypeVar("T")
 Content = Expr | Operation | tuple[Operation, ...] | str | int | None
 
-_INT = re.compile(r"-?(?:0|[1-9][0-9]*)")
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _TOP = (
     "widebeam", "about", "owner", "extends", "abstract", "params", "widths", "load", "underfill", "steps", "final",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Given(Generic[T]):
-    """A value and where it stands."""
-
-    value: T
-    span: Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +71,11 @@ def read(name: str, source: Source, found: Findings) -> Document:
         elif root is not None and not isinstance(root, Broken):
             found.add("S008", root.span, "a policy is a mapping", "start with `widebeam: 1`")
         return Document(name, source.file)
-    return Reader(found).document(name, source.file, root)
+    return _Reader(found).document(name, source.file, root)
 
 
-class Reader:
-    """Reads mappings and values, and reports what they should have been."""
-
-    def __init__(self, found: Findings) -> None:
-        self.found = found
+class _Reader(Values):
+    """One file."""
 
     def document(self, name: str, file: str, root: Table) -> Document:
         given = self.fields(root, "the policy", _TOP)
@@ -114,38 +97,6 @@ class Reader:
             step_keys=step_keys,
             final=self.phases(given["final"], FINAL_PHASES, "final") if "final" in given else {},
         )
-
-    def version(self, entry: tuple[Scalar, Node] | None, start: Span) -> None:
-        if entry is None:
-            self.found.add("S009", start, "`widebeam` is missing", f"start the file with `widebeam: {LANGUAGE}`")
-            return
-        value = self.integer(entry[1], "widebeam")
-        if value is not None and value.value != LANGUAGE:
-            help_ = f"this server knows version {LANGUAGE}"
-            self.found.add("S017", value.span, f"version {value.value} of the language", help_)
-
-    # ---- mappings --------------------------------------------------------------------------------------------------
-
-    def fields(self, node: Node, where: str, known: Iterable[str]) -> dict[str, tuple[Scalar, Node]]:
-        """The entries of a mapping by key; unknown and repeated keys are refused. Empty values are refused too."""
-        if not isinstance(node, Table):
-            self.form(node, f"{where} is a mapping", "write its keys on lines of their own, indented")
-            return {}
-        known = tuple(known)
-        entries: dict[str, tuple[Scalar, Node]] = {}
-        for key, value in node.entries:
-            if known and key.text not in known:
-                hint = suggest(key.text, known) or f"keys: {', '.join(known)}"
-                self.found.add("S007", key.span, f"unknown key `{key.text}` in {where}", hint)
-            elif key.text in entries:
-                first = entries[key.text][0].span.line
-                self.found.add("S003", key.span, f"`{key.text}` is given twice in {where} (first at line {first})")
-            elif self.is_empty(value):
-                self.found.add("S010", key.span, f"`{key.text}` has no value", "give one, or remove the line")
-                entries[key.text] = (key, Broken(value.span))
-            else:
-                entries[key.text] = (key, value)
-        return entries
 
     def params(self, entry: tuple[Scalar, Node] | None) -> dict[str, ParamDraft]:
         if entry is None:
@@ -210,7 +161,7 @@ class Reader:
         if phase.form == "operations":
             return self.operations(phase, key, node)
         if not isinstance(node, Scalar):
-            self.form(node, f"`{phase.name}` takes one {_FORMS[phase.form]}", "")
+            self.refuse_form(node, f"`{phase.name}` takes one {_FORMS[phase.form]}", "")
             return broken
         value: Content = None
         if choice:
@@ -235,21 +186,13 @@ class Reader:
             if isinstance(item, Scalar):
                 parsed.append(parse_operation(item, self.found))
             else:
-                self.form(item, f"`{phase.name}` is a list of operators", "write one a line, each starting with `- `")
+                self.refuse_form(
+                    item, f"`{phase.name}` is a list of operators", "write one a line, each starting with `- `"
+                )
         if len(parsed) > MAX_LINES[phase.name]:
             self.found.add("S012", key.span, f"more than {MAX_LINES[phase.name]} lines under `{phase.name}`")
         good = tuple(one for one in parsed if one is not None)
         return Setting(good, key.span, broken=len(self.found.errors) > before)
-
-    # ---- values ----------------------------------------------------------------------------------------------------
-
-    def items(self, node: Node, where: str) -> tuple[Node, ...]:
-        if isinstance(node, Items):
-            if not node.items:
-                self.found.add("S010", node.span, f"`{where}` is an empty list", "remove it, or write `none`")
-            return node.items
-        self.form(node, f"`{where}` is a list", "write one entry a line, each starting with `- `")
-        return ()
 
     def widths(self, entry: tuple[Scalar, Node] | None) -> Given[tuple[Given[int], ...]] | None:
         if entry is None:
@@ -258,90 +201,6 @@ class Reader:
         numbers = [self.integer(item, "widths", low=1, high=2**31 - 1) for item in items]
         given = tuple(one for one in numbers if one is not None)
         return Given(given, entry[1].span) if len(given) == len(numbers) > 0 else None
-
-    def name(self, entry: tuple[Scalar, Node] | None) -> Given[str] | None:
-        if entry is None or not isinstance(entry[1], Scalar):
-            if entry is not None:
-                self.form(entry[1], f"`{entry[0].text}` takes one name", "")
-            return None
-        if not NAME.fullmatch(entry[1].text):
-            self.found.add(
-                "S011",
-                entry[1].span,
-                f"`{entry[1].text}` is no policy name",
-                "names are a-z, 0-9 and _, a letter first",
-            )
-            return None
-        return Given(entry[1].text, entry[1].span)
-
-    def text(self, entry: tuple[Scalar, Node] | None) -> str:
-        if entry is None:
-            return ""
-        if not isinstance(entry[1], Scalar):
-            self.form(entry[1], f"`{entry[0].text}` is a text", "")
-            return ""
-        return entry[1].text
-
-    def flag(self, entry: tuple[Scalar, Node] | None) -> bool:
-        given = self.choice(entry, ("true", "false"))
-        return given is not None and given.value == "true"
-
-    def choice(self, entry: tuple[Scalar, Node] | None, words: tuple[str, ...]) -> Given[str] | None:
-        if entry is None:
-            return None
-        key, node = entry
-        if not isinstance(node, Scalar):
-            self.form(node, f"`{key.text}` is one of {', '.join(words)}", "")
-            return None
-        if node.text not in words or node.style != "plain":
-            hint = suggest(node.text, words) or f"one of: {', '.join(words)}"
-            self.found.add("S011", node.span, f"`{node.text}` is no value of `{key.text}`", hint)
-            return None
-        return Given(node.text, node.span)
-
-    def integer(self, node: Node, where: str, low: int = 0, high: int = 10**9) -> Given[int] | None:
-        text = self.number_text(node, where)
-        if text is None:
-            return None
-        if not _INT.fullmatch(text) or len(text) > 18:
-            hint = "write it in decimal digits, without leading zeros, exponent or quotes"
-            self.found.add("S011", node.span, f"`{_short(text)}` is no whole number", hint)
-            return None
-        if not low <= int(text) <= high:
-            self.found.add("S011", node.span, f"{int(text)} is outside {low} to {high}")
-            return None
-        return Given(int(text), node.span)
-
-    def decimal(self, node: Node, where: str) -> Given[float] | None:
-        text = self.number_text(node, where)
-        if text is None:
-            return None
-        if not _NUMBER.fullmatch(text):
-            self.found.add("S011", node.span, f"`{_short(text)}` is no number", "write it like `0.5`, `-3` or `1e-6`")
-            return None
-        value = float(text)
-        if not math.isfinite(value) or abs(value) > MAX_NUMBER:
-            self.found.add("T010", node.span, f"the number is above {MAX_NUMBER:g}")
-            return None
-        return Given(value, node.span)
-
-    def number_text(self, node: Node, where: str) -> str | None:
-        if not isinstance(node, Scalar):
-            self.form(node, f"`{where}` takes a number", "")
-            return None
-        if node.style != "plain":
-            self.found.add("S011", node.span, f"`{where}` takes a number, this is text", "remove the quotes")
-            return None
-        return node.text
-
-    def form(self, node: Node, message: str, hint: str) -> None:
-        if not isinstance(node, Broken):
-            self.found.add("S008", node.span, message, hint)
-
-    @staticmethod
-    def is_empty(node: Node) -> bool:
-        plain = isinstance(node, Scalar) and node.style == "plain" and node.text in ("", "~", "null")
-        return plain or (isinstance(node, Table) and not node.entries)
 
 
 _FORMS: Mapping[str, str] = {
@@ -352,7 +211,3 @@ _FORMS: Mapping[str, str] = {
     "field": "field, like `item.id`",
     "count": "whole number",
 }
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -169,8 +169,7 @@ def _power(x: Value, n: float) -> Value:
         for at in range(int(abs(n))):
             out = np.multiply(out, x) if at else x
         return _divide(np.float32(1), out) if n < 0 else out
-    other: Value = np.sqrt(x) if n == 0.5 else np.power(x, np.float32(n))
-    return other
+    return np.sqrt(x) if n == 0.5 else np.asarray(np.power(x, np.float32(n)), dtype=np.float32)
 
 
 def _call(function: str, args: list[Value]) -> Value:

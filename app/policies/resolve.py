@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from app.policies.diagnostics import Findings, Span, suggest
 from app.policies.expr import Operation, parse_expression, parse_operation, show, show_operation
 from app.policies.names import FINAL_PHASES, STEP_PHASES, Phase
-from app.policies.read import Content, Document, Given, ParamDraft, Setting, read
+from app.policies.read import Content, Document, ParamDraft, Setting, read
 from app.policies.source import Scalar, Sources
+from app.policies.values import Given
 
 MAX_CHAIN = 8
 

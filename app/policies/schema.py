@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from app.policies.names import FINAL_PHASES, NORMALIZE, STEP_PHASES, Phase
 from app.policies.operators import OPERATORS
-from app.policies.read import LANGUAGE, MAX_LINES, MAX_PARAMS
+from app.policies.read import MAX_LINES, MAX_PARAMS
+from app.policies.values import LANGUAGE
 
 Schema = dict[str, object]
 
