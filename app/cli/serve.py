@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from app.api import server
+from app.cli import loop
 from app.cli.compose import Device, Overrides, Service, compose
 
 
@@ -24,7 +25,7 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT. Bad artifacts do not end the server: it stays alive, not ready, and says why."""
     service = compose(root, Overrides(host, port, admin_port, device), sys.stdout.buffer, tolerant=True)
-    server.run(run(service, root))
+    loop.run(run(service, root))
 
 
 async def run(

@@ -20,7 +20,6 @@ from app.engine.tokens import read_json
 from app.engine.weights import load as load_weights
 from app.engine.weights import read_entries, resolve_precision
 from app.errors import Rejected
-from app.policies.check_contract import Catalogue
 from app.policies.load import PolicySet, load_policies
 from app.runtime.contract import make_contract
 from app.runtime.desired import wishes
@@ -169,27 +168,14 @@ class _Gate:
 
     def _policies(self, contract: Contract, trie: DeviceTrie) -> PolicySet:
         """The policies of the root; a default that cannot serve keeps the server from being ready."""
-        found = load_policies(self._root / "policies", contract, Catalogue(trie.prefixes))
-        self.policies = policy_status(found)
-        for name, loaded in found.policies.items():
-            for error in loaded.errors:
-                self._log.error("policy_rejected", policy=name, **error.data())
-        for finding in found.findings:
-            self._log.error("policy_folder", **finding.data())
-        if found.plan() is None:
+        found = load_policies(self._root / "policies", contract, prefixes=trie.prefixes)
+        self.policies = found.status()
+        for name, text in found.rejections():
+            self._log.error("policy_rejected", policy=name, diagnostics=text)
+        if found.plan(found.default) is None:
             message = f"the default policy `{found.default}` cannot serve; see `policies` in the status"
             raise Rejected("no_default_policy", message, location="policies/")
         return found
-
-
-def policy_status(policies: PolicySet) -> dict[str, object]:
-    """The status document's `policies`: every file with its state, its id and its findings."""
-    shown: dict[str, object] = {}
-    for name, loaded in sorted(policies.policies.items()):
-        state = "rejected" if loaded.errors else "abstract" if loaded.abstract else "live"
-        errors = [finding.data() for finding in loaded.findings]
-        shown[name] = {"state": state, "policy_id": loaded.plan.policy_id if loaded.plan else None, "errors": errors}
-    return shown
 
 
 def _agree(engine: Engine, weights: Manifest, vocab: Vocab, vocab_manifest: Manifest) -> None:
