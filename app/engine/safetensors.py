@@ -88,6 +88,8 @@ def read_tensor(entry: Entry) -> Tensor:
         raise Rejected("unreadable", f"cannot be read: {error.strerror}", location=entry.location) from error
     if data.size != entry.size:
         raise Rejected("truncated", f"{entry.size} bytes expected, {data.size} found", location=entry.location)
+    if not data.size:
+        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     return torch.from_numpy(data).view(DTYPES[entry.dtype]).view(entry.shape)
 
 

@@ -1,0 +1,86 @@
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from app.engine.safetensors import read_header, read_tensor
+from app.errors import Rejected
+
+
+def write(path, header, data=b"", *, raw=None):
+    text = raw if raw is not None else json.dumps(header).encode()
+    file = path / "x.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return file
+
+
+def tensor(begin=0, end=8, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.dictionaries(st.text(min_size=1, max_size=8), st.lists(st.integers(0, 4), max_size=3), max_size=5), st.data())
+def test_what_the_formats_own_library_writes_is_read_back(tmp_path_factory, shapes, data):
+    dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+    tensors = {
+        name: torch.randn(shape).to(data.draw(dtypes)) for name, shape in shapes.items() if name != "__metadata__"
+    }
+    file = tmp_path_factory.mktemp("made") / "x.safetensors"
+    file.write_bytes(save(tensors, metadata={"format": "pt"}))
+    entries = read_header(file)
+    assert {name: entry.shape for name, entry in entries.items()} == {n: tuple(x.shape) for n, x in tensors.items()}
+    for name, entry in entries.items():
+        assert torch.equal(read_tensor(entry), tensors[name])
+
+
+MALFORMED = [
+    ({"a": tensor()}, b"1234567", "truncated", "the tensors end at byte"),
+    ({"a": tensor()}, b"123456789", "bad_safetensors", "1 bytes follow the last tensor"),
+    ({"a": tensor(4, 12)}, b"0" * 12, "bad_safetensors", "a hole or an overlap"),
+    ({"a": tensor(), "b": tensor(4, 12)}, b"0" * 12, "bad_safetensors", "a hole or an overlap"),
+    ({"a": tensor(end=4)}, b"0" * 4, "bad_safetensors", "does not take the 4 bytes"),
+    ({"a": tensor(8, 0)}, b"0" * 8, "bad_safetensors", "does not take the -8 bytes"),
+    ({"a": tensor(dtype="F99")}, b"0" * 8, "bad_safetensors", "unknown dtype F99"),
+    ({"a": tensor(shape=(-2,))}, b"0" * 8, "bad_safetensors", "no dtype, shape and data_offsets"),
+    ({"a": tensor(shape=(True, 2))}, b"0" * 8, "bad_safetensors", "no dtype, shape and data_offsets"),
+    ({"a": {"dtype": "F32"}}, b"", "bad_safetensors", "no dtype, shape and data_offsets"),
+    ({"a": 3}, b"", "bad_safetensors", "no dtype, shape and data_offsets"),
+    ([1, 2], b"", "bad_safetensors", "no JSON object"),
+]
+
+
+@pytest.mark.parametrize(("header", "data", "code", "message"), MALFORMED)
+def test_each_way_to_be_malformed_has_its_error(header, data, code, message, tmp_path):
+    with pytest.raises(Rejected) as caught:
+        read_header(write(tmp_path, header, data))
+    assert (caught.value.code, caught.value.location) == (code, "x.safetensors")
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize("raw", [b"{" * 5000, b'{"a": 1', b"\xff\xfe{}", b'{"a": 1, "a": 2}', b"[" * 100_000])
+def test_a_header_that_is_no_json_is_refused(raw, tmp_path):
+    with pytest.raises(Rejected, match="the header is no JSON object"):
+        read_header(write(tmp_path, None, raw=raw))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=64))
+def test_arbitrary_bytes_are_refused_or_read(tmp_path_factory, data):
+    file = tmp_path_factory.getbasetemp() / "arbitrary.safetensors"
+    file.write_bytes(data)
+    try:
+        read_header(file)
+    except Rejected:
+        return
+
+
+def test_a_file_that_shrinks_between_header_and_tensor_is_refused(tmp_path):
+    file = write(tmp_path, {"a": tensor()}, b"12345678")
+    entry = read_header(file)["a"]
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(Rejected, match="8 bytes expected, 5 found") as caught:
+        read_tensor(entry)
+    assert caught.value.location == "x.safetensors: a"

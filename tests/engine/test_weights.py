@@ -1,0 +1,264 @@
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from app.engine.weights import resolve_precision
+from app.errors import Rejected
+from tests.engine import tiny
+from tests.engine.tiny import CPU
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+NORM = "model.layers.1.self_attn.k_norm.weight"
+
+
+def edit(directory, change):
+    """Rewrite the safetensors file after change(tensors)."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def missing(d):
+    edit(d, lambda tensors: (tensors.pop(Q), tensors.pop(NORM)))
+
+
+def extra(d):
+    edit(d, lambda tensors: tensors.update({"model.layers.0.adapter.weight": torch.zeros(2)}))
+
+
+def renamed(d):
+    edit(d, lambda tensors: tensors.update({"q.weight": tensors.pop(Q)}))
+
+
+def wrong_shape(d):
+    edit(d, lambda tensors: tensors.update({Q: tensors[Q].t().contiguous()}))
+
+
+def swapped_between_parts(d):
+    """k one head more and v one head less: their concatenation has the right shape."""
+    k, v = Q.replace("q_proj", "k_proj"), Q.replace("q_proj", "v_proj")
+
+    def change(tensors):
+        tensors[k] = torch.cat([tensors[k], tensors[v][:8]])
+        tensors[v] = tensors[v][8:].contiguous()
+
+    edit(d, change)
+
+
+def wrong_dtype(d):
+    edit(d, lambda tensors: tensors.update({Q: tensors[Q].to(torch.int32)}))
+
+
+def double(d):
+    edit(d, lambda tensors: tensors.update({Q: tensors[Q].double()}))
+
+
+def poison(value):
+    def change(d):
+        edit(d, lambda tensors: tensors[Q].view(-1).__setitem__(3, value))
+
+    return change
+
+
+def truncated(d):
+    file = d / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def three_bytes_more(d):
+    file = d / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"\0\0\0")
+
+
+def empty(d):
+    (d / "model.safetensors").write_bytes(b"")
+
+
+def pickled(d):
+    (d / "model.safetensors").write_bytes(pickle.dumps({"weight": [1.0] * 100}))
+
+
+def only_pickles(d):
+    (d / "model.safetensors").rename(d / "pytorch_model.bin")
+
+
+def lying_length(d):
+    file = d / "model.safetensors"
+    file.write_bytes((1 << 26).to_bytes(8, "little") + file.read_bytes()[8:])
+
+
+def no_config(d):
+    (d / "config.json").unlink()
+
+
+def config_is_a_list(d):
+    (d / "config.json").write_text("[]")
+
+
+def config_is_no_json(d):
+    (d / "config.json").write_text('{"model_type": ')
+
+
+def split(d):
+    """Two files and a right index."""
+    tensors = load_file(d / "model.safetensors")
+    (d / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, d / file)
+    table = {name: file for file, part in parts.items() for name in part}
+    (d / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    return table
+
+
+def index_with(change):
+    def fault(d):
+        table = split(d)
+        change(table)
+        (d / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+
+    return fault
+
+
+def flipped_index(d):
+    split(d)
+    file = d / "model.safetensors.index.json"
+    data = bytearray(file.read_bytes())
+    data[10] ^= 0x80
+    file.write_bytes(bytes(data))
+
+
+def missing_shard(d):
+    split(d)
+    (d / "b.safetensors").unlink()
+
+
+def twice(d):
+    shutil.copy(d / "model.safetensors", d / "other.safetensors")
+
+
+INDEX = "model.safetensors.index.json"
+FAULTS = [
+    (missing, "missing_tensors", "model.safetensors", f"2 missing: `{Q}`, `{NORM}`"),
+    (extra, "unknown_tensors", "model.safetensors", "1 unknown to the model: `model.layers.0.adapter.weight`"),
+    (renamed, "missing_tensors", "model.safetensors", f"1 missing: `{Q}`"),
+    (wrong_shape, "bad_shape", f"model.safetensors: {Q}", "shape [16, 32]; config.json says [32, 16]"),
+    (swapped_between_parts, "bad_shape", f"model.safetensors: {Q.replace('q_', 'k_')}", "shape [24, 16]"),
+    (wrong_dtype, "bad_dtype", f"model.safetensors: {Q}", "stored as I32"),
+    (double, "bad_dtype", f"model.safetensors: {Q}", "stored as F64"),
+    (poison(float("nan")), "not_finite", f"model.safetensors: {Q}", "holds 1 NaN or infinite values"),
+    (poison(float("-inf")), "not_finite", f"model.safetensors: {Q}", "holds 1 NaN or infinite values"),
+    (truncated, "truncated", "model.safetensors", "the tensors end at byte"),
+    (three_bytes_more, "bad_safetensors", "model.safetensors", "3 bytes follow the last tensor"),
+    (empty, "truncated", "model.safetensors", "0 bytes are no safetensors file"),
+    (pickled, "bad_safetensors", "model.safetensors", "not a safetensors file"),
+    (only_pickles, "no_weights", "v1", "pickled weights are never read"),
+    (lying_length, "truncated", "model.safetensors", "the header says"),
+    (no_config, "unreadable", "config.json", "No such file"),
+    (config_is_a_list, "bad_json", "config.json", "is no JSON object"),
+    (config_is_no_json, "bad_json", "config.json", "is no JSON"),
+    (flipped_index, "bad_json", INDEX, "is no JSON"),
+    (missing_shard, "bad_index", INDEX, "is in no safetensors file here (b.safetensors is named)"),
+    (index_with(lambda t: t.pop(Q)), "bad_index", f"a.safetensors: {Q}", "the index does not name this tensor"),
+    (index_with(lambda t: t.update({Q: "b.safetensors"})), "bad_index", INDEX, "not in b.safetensors"),
+    (twice, "duplicate_tensor", "other.safetensors: lm_head.weight", "also in model.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("fault", "code", "location", "message"), FAULTS)
+def test_a_faulty_version_is_refused_with_its_place(fault, code, location, message, tmp_path):
+    directory = tiny.write(tmp_path / "v1")
+    fault(directory)
+    with pytest.raises(Rejected) as caught:
+        tiny.engine(directory)
+    assert caught.value.code == code
+    assert caught.value.location.startswith(location)
+    assert message in caught.value.message
+
+
+def test_values_that_overflow_in_the_engines_dtype_are_refused(tmp_path):
+    poison(1e5)(tiny.write(tmp_path))
+    tiny.engine(tmp_path)
+    with pytest.raises(Rejected, match="as float16 holds 1 NaN or infinite values") as caught:
+        tiny.engine(tmp_path, precision="float16")
+    assert caught.value.location == f"model.safetensors: {Q}"
+
+
+def parameters(engine):
+    return dict(engine._family.named_parameters())
+
+
+def test_every_tensor_lies_where_its_binding_says(tmp_path):
+    engine = tiny.engine(tiny.write(tmp_path))
+    source, bound = load_file(tmp_path / "model.safetensors"), parameters(engine)
+    prefix = "model.layers.1.self_attn."
+    qkv = torch.cat([source[f"{prefix}{x}_proj.weight"] for x in "qkv"])
+    torch.testing.assert_close(bound["blocks.1.qkv"].data, qkv, rtol=0, atol=0)
+    norms = torch.cat([source[f"{prefix}q_norm.weight"]] * 4 + [source[f"{prefix}k_norm.weight"]] * 2)
+    torch.testing.assert_close(bound["blocks.1.qk_norm"].data, norms, rtol=0, atol=0)
+    torch.testing.assert_close(bound["heads.1"].data, source["lm_head.weight"][15:21], rtol=0, atol=0)
+    assert {(p.device, p.dtype, p.requires_grad) for p in bound.values()} == {(CPU, torch.float32, False)}
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+def test_every_16_and_32_bit_dtype_is_read(stored, tmp_path):
+    tiny.write(tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({name: x.to(stored) for name, x in tensors.items()}))
+    bound = parameters(tiny.engine(tmp_path, precision="bfloat16"))
+    source = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(bound["embed"].data, source["model.embed_tokens.weight"].to(torch.bfloat16))
+
+
+def test_several_files_with_and_without_an_index_give_the_same_engine(tmp_path):
+    whole = parameters(tiny.engine(tiny.write(tmp_path / "whole")))
+    split(tiny.write(tmp_path / "parts"))
+    with_index = parameters(tiny.engine(tmp_path / "parts"))
+    (tmp_path / "parts" / INDEX).unlink()
+    without = parameters(tiny.engine(tmp_path / "parts"))
+    assert all(torch.equal(whole[name], with_index[name]) and torch.equal(whole[name], without[name]) for name in whole)
+
+
+def test_a_tied_head_may_be_written_twice_if_it_is_the_same(tmp_path):
+    tiny.write(tmp_path, tie_word_embeddings=True)
+    edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    tiny.engine(tmp_path)
+    edit(tmp_path, lambda t: t["lm_head.weight"][7].add_(1e-3))
+    with pytest.raises(Rejected, match=r"differs from `model.embed_tokens.weight`") as caught:
+        tiny.engine(tmp_path)
+    assert (caught.value.code, caught.value.location) == ("untied", "model.safetensors: lm_head.weight")
+
+
+def test_an_untied_head_must_be_there(tmp_path):
+    tiny.write(tmp_path)
+    edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(Rejected, match=r"1 missing: `lm_head.weight`"):
+        tiny.engine(tmp_path)
+
+
+def test_files_truncated_after_loading_do_not_matter(tmp_path):
+    engine = tiny.engine(tiny.write(tmp_path))
+    arena = engine.new_arena(tiny.LIMITS)
+    before = engine.encode(tiny.contexts(engine, [(3, 4, 5)]), arena).logits.clone()
+    with (tmp_path / "model.safetensors").open("r+b") as stream:
+        stream.truncate(0)
+    assert torch.equal(engine.encode(tiny.contexts(engine, [(3, 4, 5)]), arena).logits, before)
+
+
+def test_precision_names_a_dtype_or_is_refused():
+    assert resolve_precision("auto", CPU) == torch.float32
+    assert resolve_precision("auto", torch.device("cuda")) == torch.bfloat16
+    assert resolve_precision("float16", CPU) == torch.float16
+    with pytest.raises(Rejected, match="fp8") as caught:
+        resolve_precision("fp8", CPU)
+    assert caught.value.location == "deployment.toml: precision"
+
+
+def test_a_missing_directory_is_refused(tmp_path):
+    with pytest.raises(Rejected):
+        tiny.engine(tmp_path / "nowhere")
