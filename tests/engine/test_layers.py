@@ -1,0 +1,38 @@
+import torch
+
+from app.engine import layers
+
+
+def test_rms_norm_equals_its_definition():
+    x, weight = torch.randn(5, 3, 8), torch.randn(3, 8)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    torch.testing.assert_close(layers.rms_norm(x, weight, 1e-6).double(), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_rotary_positions_rotate_each_pair_by_its_angle():
+    table = layers.rotary_table(50, 8, 10000.0, factor=2.0)
+    x = torch.randn(3, 2, 8)
+    positions = torch.tensor([0, 7, 49])
+    out = layers.rotate(x, table[positions])
+    for i in range(4):
+        angle = positions.double() / 2.0 * 10000.0 ** (-2 * i / 8)
+        pair = torch.complex(x[..., i].double(), x[..., i + 4].double())
+        turned = pair * torch.polar(torch.ones(3, dtype=torch.float64), angle).unsqueeze(1)
+        torch.testing.assert_close(out[..., i].double(), turned.real, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out[..., i + 4].double(), turned.imag, atol=1e-5, rtol=1e-5)
+
+
+def test_swiglu_equals_its_definition():
+    x, gate, up, down = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6, 8), torch.randn(8, 6)
+    expected = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    torch.testing.assert_close(layers.swiglu(x, torch.cat([gate, up]), down), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_norm_over_a_vocabulary_is_made_in_blocks(monkeypatch):
+    hidden, head = torch.randn(300, 8), torch.randn(70, 8)
+    expected = torch.logsumexp((hidden.double() @ head.double().T), 1)
+    for elements, rows in ((1, 1), (700, 7), (1 << 20, 128)):
+        monkeypatch.setattr(layers, "LOGITS", elements)
+        monkeypatch.setattr(layers, "ROWS", rows)
+        torch.testing.assert_close(layers.log_norm(hidden, head).double(), expected, atol=1e-5, rtol=1e-6)
+    assert layers.log_norm(hidden[:0], head).shape == (0,)
