@@ -1,0 +1,58 @@
+"""deployment.toml: defaults, and faults with their lines."""
+
+import pytest
+
+from app.config import Deployment, parse
+from app.errors import BadDeployment
+
+GOOD = 'family = "onerec"\n[sid]\nsizes = [64, 64, 64]\n'
+
+
+def test_everything_but_family_and_sizes_has_a_default():
+    deployment = parse(GOOD)
+    assert deployment.limits.widths == (512, 512, 512)
+    assert deployment.server.port == 8000
+    assert deployment.precision == "auto"
+
+
+def test_the_override_may_stand_under_limits():
+    assert parse(GOOD + "[limits]\npolicy_override = true\n").server.policy_override
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "word"),
+    [
+        ("", 0, "family"),
+        ('family = "onerec"\n', 0, "sid"),
+        (GOOD + "beam_widht = 64\n", 4, "beam_widht"),
+        (GOOD + "[limits]\nrows = 0\n", 5, "rows"),
+        (GOOD + "[limits]\nrows = 1.5\n", 5, "int"),
+        (GOOD + "[limits]\nrows = true\n", 5, "int"),
+        (GOOD + '[limits]\nrows = "64"\n', 5, "int"),
+        (GOOD + "[limits]\nwidths = [1, 2]\n", 5, "widths"),
+        (GOOD + "[limits]\nwidths = [1, 2, 99999]\n", 5, "99999"),
+        (GOOD + "[limits]\nrows = 100\n", 5, "512"),
+        (GOOD + "[server]\nport = 99999\n", 5, "65535"),
+        (GOOD + "[server]\npolicy_override = true\n[limits]\npolicy_override = true\n", 7, "policy_override"),
+        (GOOD + "[sid]\n", 4, "sid"),
+        (GOOD + "[nosuch]\na = 1\n", 4, "nosuch"),
+        ('family = "onerec"\n[sid]\nsizes = []\n', 3, "sizes"),
+        ('family = "onerec"\n[sid]\nsizes = [0]\n', 3, "1"),
+        ('family = "qwen3"\n[sid]\nsizes = [4, 4]\ntoken_base = [1]\n', 4, "token_base"),
+        ('family = "qwen3"\n[sid]\nsizes = [4, 4]\ntoken_base = [1, 2]\ntokens = "file"\n', 5, "tokens"),
+        ("family = \n", 1, "Invalid"),
+        ('precision = "int3"\n' + GOOD, 1, "int3"),
+    ],
+)
+def test_a_fault_has_its_line(text, line, word):
+    with pytest.raises(BadDeployment) as bad:
+        parse(text, "deployment.toml")
+    assert bad.value.line == line, str(bad.value)
+    assert word in bad.value.message
+    assert str(bad.value).startswith("deployment.toml")
+
+
+def test_a_deployment_is_frozen():
+    with pytest.raises(AttributeError):
+        parse(GOOD).family = "x"  # type: ignore[misc]
+    assert isinstance(parse(GOOD), Deployment)
