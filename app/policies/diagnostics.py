@@ -43,7 +43,7 @@ class Diagnostic:
         line, left = _crop(self.excerpt, span.col - 1, span.end - 1)
         marked = self.excerpt[span.col - 1 : span.end - 1][: CROP - 10]
         caret = " " * _cells(line[:left]) + "^" * max(1, _cells(marked))
-        body = f"{head}\n{span.line:6d} | {line}\n       | {caret}"
+        body = f"{head}\n{span.line:6d} | {line}\n       | {caret}" if line else head
         return f"{body}\n  help: {self.help}" if self.help else body
 
     def data(self) -> dict[str, str | int]:
@@ -103,7 +103,7 @@ def render(findings: Iterable[Diagnostic]) -> str:
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """`did you mean ...?` where a known word is close enough, else nothing."""
-    close = get_close_matches(word, sorted(known), n=1, cutoff=0.75)
+    close = get_close_matches(word, sorted(known), n=1, cutoff=0.7)
     return f"did you mean `{close[0]}`?" if close else ""
 
 

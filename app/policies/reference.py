@@ -163,13 +163,21 @@ def _divide(a: Value, b: Value) -> Value:
     return out
 
 
+def _product(a: Value, b: Value) -> Value:
+    out: Value = np.multiply(a, b)
+    return out
+
+
 def _power(x: Value, n: float) -> Value:
     if n == int(n) and abs(n) <= MAX_PRODUCT:
-        out: Value = np.ones_like(x)
+        out: Value = np.ones_like(x, dtype=np.float32)
         for at in range(int(abs(n))):
-            out = np.multiply(out, x) if at else x
+            out = _product(out, x) if at else x
         return _divide(np.float32(1), out) if n < 0 else out
-    return np.sqrt(x) if n == 0.5 else np.asarray(np.power(x, np.float32(n)), dtype=np.float32)
+    if n == 0.5:
+        return np.sqrt(x)
+    other: Value = np.asarray(np.power(x, np.float32(n)), dtype=np.float32)
+    return other
 
 
 def _call(function: str, args: list[Value]) -> Value:

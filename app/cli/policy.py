@@ -1,0 +1,158 @@
+"""`widebeam policy`: check, explain, show, format policies; the schema and the pages of codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import app as package
+from app.cli.compose import read_deployment
+from app.cli.output import JsonFlag, print_json, say
+from app.core import Contract
+from app.policies.compile import check_policy, lower
+from app.policies.diagnostics import Diagnostic, render
+from app.policies.explain import explain as explained
+from app.policies.explain import explain_text
+from app.policies.format import fmt as formatted
+from app.policies.load import Folder, compile_folder, snapshot
+from app.policies.plan import Plan
+from app.policies.resolve import Library, Policy
+from app.policies.rules import RULES
+from app.policies.schema import schema as policy_schema
+from app.policies.source import Source
+from app.runtime.loader import load_contract
+
+app = typer.Typer(help="Check and explain selection policies.", no_args_is_help=True, rich_markup_mode=None)
+
+Root = Annotated[Path, typer.Option(help="Deployment root that gives the contract")]
+PAGES = Path(package.__file__).parent.parent / "docs" / "policies" / "codes"
+
+
+@app.command()
+def check(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Policy files or folders; ROOT/policies by default")
+    ] = None,
+    root: Root = Path(),
+    as_json: JsonFlag = False,
+) -> None:
+    """Check policy files. Exit 0 all good, 1 errors found, 2 wrong usage. Warnings alone exit 0."""
+    contract = contract_of(root)
+    findings: list[Diagnostic] = []
+    for path in paths or [root / "policies"]:
+        folder, names = _folder(path)
+        loaded = compile_folder(folder, contract)
+        for name in names:
+            findings += [one for one in loaded.policies[name].findings if one not in findings]
+        if path.is_dir() or path.name == "traffic.yaml":
+            findings += loaded.findings
+        elif not names:
+            findings += [one for one in loaded.findings if one.span.file.endswith(f"/{path.name}")]
+    if as_json:
+        print_json([one.data() for one in findings])
+    elif findings:
+        typer.echo(render(findings))
+    errors = sum(one.rule.severity == "error" for one in findings)
+    say(f"{errors} errors, {len(findings) - errors} warnings and notes")
+    raise typer.Exit(1 if errors else 0)
+
+
+@app.command()
+def explain(
+    policy: Annotated[str, typer.Argument(help="Name of a policy of ROOT, or a policy file")],
+    root: Root = Path(),
+    as_json: JsonFlag = False,
+) -> None:
+    """Print what a policy does at each step, and where each value came from."""
+    contract = contract_of(root)
+    resolved, plan = _plan(policy, root, contract)
+    if as_json:
+        print_json(explained(resolved, plan, contract))
+    else:
+        typer.echo(explain_text(resolved, plan, contract))
+
+
+@app.command()
+def show(
+    policy: Annotated[str, typer.Argument(help="Name of a policy of ROOT, or a policy file")],
+    root: Root = Path(),
+) -> None:
+    """Print the resolved policy and its ids as JSON."""
+    _, plan = _plan(policy, root, contract_of(root))
+    ids = {
+        "policy": plan.policy,
+        "policy_id": plan.policy_id,
+        "structure_id": plan.structure.id,
+        "plan_id": plan.plan_id,
+    }
+    print_json({**ids, "resolved": plan.resolved})
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of policy files, for editors."""
+    print_json(policy_schema())
+
+
+@app.command("help")
+def help_(code: Annotated[str, typer.Argument(help="A code such as K003")]) -> None:
+    """Print what a code means and how to mend it."""
+    rule = RULES.get(code.upper())
+    if rule is None:
+        raise typer.BadParameter(f"there is no code {code}; codes: {', '.join(RULES)}")
+    page = PAGES / f"{rule.code}.md"
+    # an installed package has no docs beside it
+    typer.echo(page.read_text("utf-8").rstrip() if page.is_file() else f"{rule.code} ({rule.severity}): {rule.title}")
+
+
+@app.command()
+def fmt(
+    paths: Annotated[list[Path], typer.Argument(help="Policy files or folders", exists=True)],
+    check_only: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit 1 where a file would change")
+    ] = False,
+) -> None:
+    """Give policy files their canonical spelling. Files that cannot be read are left alone and exit 1."""
+    changed = unread = 0
+    for path in [file for one in paths for file in (sorted(one.glob("*.yaml")) if one.is_dir() else [one])]:
+        data = path.read_bytes()
+        text = formatted(Source(str(path), data))
+        if text is None:
+            unread += 1
+            say(f"{path}: cannot be read; see `widebeam policy check`")
+        elif text.encode() != data:
+            changed += 1
+            say(f"{path}: {'would change' if check_only else 'formatted'}")
+            if not check_only:
+                path.write_bytes(text.encode())
+    raise typer.Exit(1 if unread or (check_only and changed) else 0)
+
+
+def contract_of(root: Path) -> Contract:
+    """The contract of a deployment root. Raises BadDeployment, Rejected."""
+    return load_contract(root, read_deployment(root))
+
+
+def _folder(path: Path) -> tuple[Folder, list[str]]:
+    """The policies beside a path, and which of them are meant."""
+    if not path.exists():
+        raise typer.BadParameter(f"{path} does not exist")
+    directory = path if path.is_dir() else path.parent
+    folder = snapshot(directory, shown=directory.as_posix())
+    return folder, list(folder.sources) if path.is_dir() else [one for one in folder.sources if one == path.stem]
+
+
+def _plan(policy: str, root: Path, contract: Contract) -> tuple[Policy, Plan]:
+    """A policy by name or file, compiled; its findings go to stderr, and errors end the command."""
+    path = Path(policy) if policy.endswith(".yaml") else root / "policies" / f"{policy}.yaml"
+    folder, names = _folder(path)
+    if not names:
+        raise typer.BadParameter(f"{policy} is no policy")
+    resolved, found = check_policy(names[0], Library(folder.sources), contract)
+    if len(found):
+        say(found.text())
+    if found.errors:
+        raise typer.Exit(1)
+    return resolved, lower(resolved, contract)
