@@ -33,7 +33,8 @@ def test_an_unknown_family_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    "value", ["app.engine.nowhere:Model", "app.engine.families.qwen:Nothing", "app.engine.families.qwen:block_parts"]
+    "value",
+    ["app.engine.nowhere:Model", "app.engine.families.qwen:Nothing", "app.engine.families.qwen_config:block_parts"],
 )
 def test_a_broken_plugin_is_refused_and_leaves_the_others_alone(value, monkeypatch):
     install(monkeypatch, point("broken", value), point("qwen3", "app.engine.families.qwen:Qwen3"))

@@ -8,7 +8,7 @@ and, through its ancestry, to the slots of steps 2..t-1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from app.core import (
 )
 from app.engine import layers
 from app.engine.families.base import Binding, Family, ModelFiles
-from app.engine.families.qwen_config import QwenConfig, read_config
+from app.engine.families.qwen_config import QwenConfig, block_parts, read_config
 from app.engine.tokens import Ids, sid_tokens
 from app.errors import Fault, InvalidRequest, Rejected
 from app.ops.attention import causal_attention, context_attention, merge, prefix_attention
@@ -52,39 +52,6 @@ class Block(nn.Module):
         self.post_norm = nn.Parameter(torch.empty(c.hidden_size))
         self.gate_up = nn.Parameter(torch.empty(2 * c.intermediate_size, c.hidden_size))
         self.down = nn.Parameter(torch.empty(c.hidden_size, c.intermediate_size))
-
-
-class Part(NamedTuple):
-    """A checkpoint's tensor and the parameter of `Block` that holds it, `times` times in a row."""
-
-    parameter: str
-    source: str
-    shape: tuple[int, ...]
-    times: int = 1
-
-
-def block_parts(c: QwenConfig, i: int) -> list[Part]:
-    """Layer i of the checkpoint, in the order in which the parts of a parameter lie in it."""
-    d, f, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.dim, c.kv_heads * c.dim
-    layer, sizes = f"model.layers.{i}", {"q": q, "k": kv, "v": kv}
-    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    parts = [
-        Part("input_norm", f"{layer}.input_layernorm.weight", (d,)),
-        *(Part("qkv", f"{attention}.{x}_proj.weight", (size, d)) for x, size in sizes.items()),
-        Part("out", f"{attention}.o_proj.weight", (d, q)),
-        Part("post_norm", f"{layer}.post_attention_layernorm.weight", (d,)),
-        Part("gate_up", f"{mlp}.gate_proj.weight", (f, d)),
-        Part("gate_up", f"{mlp}.up_proj.weight", (f, d)),
-        Part("down", f"{mlp}.down_proj.weight", (d, f)),
-    ]
-    if c.qkv_bias:
-        parts += [Part("qkv_bias", f"{attention}.{x}_proj.bias", (size,)) for x, size in sizes.items()]
-    if c.out_bias:
-        parts.append(Part("out_bias", f"{attention}.o_proj.bias", (d,)))
-    if c.qk_norm:
-        parts.append(Part("qk_norm", f"{attention}.q_norm.weight", (c.dim,), c.heads))
-        parts.append(Part("qk_norm", f"{attention}.k_norm.weight", (c.dim,), c.kv_heads))
-    return parts
 
 
 class Qwen(Family):

@@ -1,11 +1,12 @@
-"""config.json of Qwen2ForCausalLM and Qwen3ForCausalLM: every value that changes the computation is read or refused."""
+"""A checkpoint of Qwen2ForCausalLM or Qwen3ForCausalLM: its tensors, and its config.json, of which every value that
+changes the computation is read or refused."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -62,6 +63,39 @@ class QwenConfig:
     qkv_bias: bool
     out_bias: bool
     qk_norm: bool
+
+
+class Part(NamedTuple):
+    """A checkpoint's tensor and the parameter of `qwen.Block` that holds it, `times` times in a row."""
+
+    parameter: str
+    source: str
+    shape: tuple[int, ...]
+    times: int = 1
+
+
+def block_parts(c: QwenConfig, i: int) -> list[Part]:
+    """Layer i of the checkpoint, in the order in which the parts of a parameter lie in it."""
+    d, f, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.dim, c.kv_heads * c.dim
+    layer, sizes = f"model.layers.{i}", {"q": q, "k": kv, "v": kv}
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    parts = [
+        Part("input_norm", f"{layer}.input_layernorm.weight", (d,)),
+        *(Part("qkv", f"{attention}.{x}_proj.weight", (size, d)) for x, size in sizes.items()),
+        Part("out", f"{attention}.o_proj.weight", (d, q)),
+        Part("post_norm", f"{layer}.post_attention_layernorm.weight", (d,)),
+        Part("gate_up", f"{mlp}.gate_proj.weight", (f, d)),
+        Part("gate_up", f"{mlp}.up_proj.weight", (f, d)),
+        Part("down", f"{mlp}.down_proj.weight", (d, f)),
+    ]
+    if c.qkv_bias:
+        parts += [Part("qkv_bias", f"{attention}.{x}_proj.bias", (size,)) for x, size in sizes.items()]
+    if c.out_bias:
+        parts.append(Part("out_bias", f"{attention}.o_proj.bias", (d,)))
+    if c.qk_norm:
+        parts.append(Part("qk_norm", f"{attention}.q_norm.weight", (c.dim,), c.heads))
+        parts.append(Part("qk_norm", f"{attention}.k_norm.weight", (c.dim,), c.kv_heads))
+    return parts
 
 
 def read_config(config: Mapping[str, object], model_type: str, positions: int) -> QwenConfig:
