@@ -34,7 +34,7 @@ class JsonDecoder(Decoder):
 
     def decode(self, data: bytes) -> Body:
         """Decode; see Decoder. Embeddings are refused: their bytes would have to be base64."""
-        body = _decoded(self._decoder.decode, data, "JSON")
+        body = _decoded(self._decoder.decode, _ANY_JSON.decode, data, "JSON")
         if body.context.embeddings is not UNSET:
             raise InvalidRequest("embeddings need `Content-Type: application/msgpack`", path="$.context.embeddings")
         # msgspec keeps the last of equal keys. A pair has one colon outside strings, and each pair that was kept can
@@ -53,7 +53,7 @@ class MsgpackDecoder(Decoder):
 
     def decode(self, data: bytes) -> Body:
         """Decode; see Decoder."""
-        body = _decoded(self._decoder.decode, data, "msgpack")
+        body = _decoded(self._decoder.decode, _ANY_MSGPACK.decode, data, "msgpack")
         place = repeated_key(memoryview(data), "$")
         if place is not None:
             raise InvalidRequest("an object has the same key twice", path=place)
@@ -69,16 +69,27 @@ _STRINGS: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _FIELD: Final = re.compile(r"(?:unknown|missing required) field `([^`]*)`")
 
 
-def _decoded(decode: Callable[[bytes], T], data: bytes, codec: str) -> T:
+_ANY_JSON: Final = msgspec.json.Decoder(Raw)
+_ANY_MSGPACK: Final = msgspec.msgpack.Decoder(Raw)
+
+
+def _decoded(decode: Callable[[bytes], T], parse: Callable[[bytes], Raw], data: bytes, codec: str) -> T:
+    """`decode` builds the type, `parse` only reads to the end: a wrong type early in the text must not hide that the
+    text is not this codec at all."""
     try:
         return decode(data)
-    except msgspec.ValidationError as error:  # before its parent DecodeError: the codec is right, the content is not
+    except msgspec.ValidationError as error:  # before its parent DecodeError
         message, _, place = str(error).partition(" - at `")
         path = place.rstrip("`") if place.startswith("$") else "$"
         field = _FIELD.search(message)
-        raise InvalidRequest(message, path=f"{path}.{field[1]}" if field else path) from None
+        wrong = InvalidRequest(message, path=f"{path}.{field[1]}" if field else path)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise MalformedBody(f"the body is not {codec}: {error}") from None
+    try:
+        parse(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MalformedBody(f"the body is not {codec}: {error}") from None
+    raise wrong
 
 
 def count_pairs(value: Struct | dict[str, object]) -> int:

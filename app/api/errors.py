@@ -167,5 +167,5 @@ async def handle(request: Request, error: Exception) -> Response:
     record = request.scope.get("widebeam")
     if record is not None:
         record.error = found
-    allow = (error.headers or {}).get("allow") if isinstance(error, HTTPException) else None
+    allow = (error.headers or {}).get("Allow") if isinstance(error, HTTPException) else None
     return reply(found, media.header(request.scope["headers"], b"accept"), allow)

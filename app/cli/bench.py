@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,8 +20,8 @@ from app.cli.load import Result, Target, run_load
 from app.cli.loop import run
 from app.cli.output import JsonFile, print_table, say, to_json
 
-SCRIPTS = Path(package.__file__).parent.parent / "bench"
-"""The clone's measurements. An installed package has none."""
+CLONE = Path(package.__file__).parent.parent
+"""Where bench/ lies in a clone. An installed package has none."""
 
 
 class BenchGroup(TyperGroup):
@@ -74,13 +75,14 @@ def load(
 @app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def script(context: typer.Context, name: str) -> None:
     """Run bench/NAME.py of the clone with the remaining arguments."""
-    file = SCRIPTS / f"{name.replace('-', '_')}.py"
-    if not name.replace("-", "_").isidentifier() or not file.is_file():
-        known = sorted(found.stem.replace("_", "-") for found in SCRIPTS.glob("[!_]*.py"))
-        where = f"known here: load, {', '.join(known)}" if known else "other names than `load` need a clone's bench/"
+    known = {file.stem.replace("_", "-"): file.stem for file in sorted(CLONE.glob("bench/[!_]*.py"))}
+    if name not in known:
+        where = f"known here: {', '.join(['load', *known])}" if known else "other names than `load` need a clone's bench/"
         say(f"no measurement `{name}`; {where}")
         raise typer.Exit(2)
-    done = subprocess.run([sys.executable, str(file), *context.args], check=False)  # noqa: S603  a file of the clone
+    path = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", f"bench.{known[name]}", *context.args]
+    done = subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": path})  # noqa: S603  the clone's file
     raise typer.Exit(done.returncode)
 
 
