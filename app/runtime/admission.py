@@ -38,13 +38,13 @@ class Admission:
 
         Raises InvalidRequest for an unknown policy (or one named where the deployment does not allow it) and k.
         """
-        limits = self.deployment.limits
+        limits = snapshot.contract.limits
         if not 1 <= request.k <= limits.k:
             raise InvalidRequest(f"k is {request.k}; 1 to {limits.k} are possible", path="$.k")
         if request.policy is not None and not self.deployment.server.policy_override:
             raise InvalidRequest("this deployment does not let requests name their policy", path="$.policy")
         name = request.policy or snapshot.policies.default
-        plan = snapshot.policies.plan(name)
+        plan = snapshot.plan(name)
         if plan is None:
             raise InvalidRequest(f"there is no policy `{name}`", path="$.policy")
         return plan, plan_rows(plan, snapshot.contract, snapshot.trie.prefixes)

@@ -28,8 +28,9 @@ class Batcher:
         done: Callable[[Sequence[Served]], None],
         dropped: Callable[[Job], None],
     ) -> None:
-        """done: the ends of a batch · dropped: a queued job whose client had gone or whose time had passed."""
-        self._thread, self._limits, self._clock = thread, limits, clock
+        """limits: those of the contract that new requests are admitted under; assigned anew when it changes
+        done: the ends of a batch · dropped: a queued job whose client had gone or whose time had passed."""
+        self._thread, self._clock, self.limits = thread, clock, limits
         self._done_with, self._dropped = done, dropped
         self._waiting: deque[Job] = deque()
         self._waiting_rows = 0
@@ -52,8 +53,8 @@ class Batcher:
 
     def check(self, rows: int, deadline: float | None) -> None:
         """Raise QueueFull, or DeadlineTooShort where the predicted finish lies behind the deadline."""
-        if len(self._waiting) >= self._limits.queue:
-            raise QueueFull(f"{self._limits.queue} requests are waiting", retry_after_s=1)
+        if len(self._waiting) >= self.limits.queue:
+            raise QueueFull(f"{self.limits.queue} requests are waiting", retry_after_s=1)
         now = self._clock()
         finish = self._predicted_finish(rows, now)
         if deadline is not None and finish is not None and finish > deadline:
@@ -103,14 +104,16 @@ class Batcher:
     def _form(self) -> Batch | None:
         """Take the oldest live job and all later ones of its key that fit; the rest keep their places."""
         now, chosen, later, rows = self._clock(), list[Job](), deque[Job](), 0
-        while self._waiting and len(chosen) < self._limits.batch:
-            job = self._waiting.popleft()
+        while self._waiting:
+            job = self._waiting[0]
+            limits = (chosen[0] if chosen else job).snapshot.contract.limits  # a contract change may be in the queue
+            if len(chosen) == limits.batch:
+                break
+            self._waiting.popleft()
             if job.ticket.gone(now) is not None:
                 self._waiting_rows -= job.rows
                 self._dropped(job)
-            elif (chosen and job.snapshot.batch_key != chosen[0].snapshot.batch_key) or (
-                rows + job.rows > self._limits.rows
-            ):
+            elif (chosen and job.snapshot.batch_key != chosen[0].snapshot.batch_key) or (rows + job.rows > limits.rows):
                 later.append(job)
             else:
                 chosen.append(job)
@@ -135,7 +138,7 @@ class Batcher:
             rest = max(0.0, self._began + whole - now)
         ahead = 0.0
         if self._waiting:
-            batches = max(len(self._waiting) // self._limits.batch, self._waiting_rows // self._limits.rows)
+            batches = max(len(self._waiting) // self.limits.batch, self._waiting_rows // self.limits.rows)
             full_rows = self._waiting_rows // max(1, batches + 1)
             ahead = batches * (self.time.seconds(full_rows) or 0.0)
             own = self.time.seconds(rows + self._waiting_rows - batches * full_rows) or own

@@ -14,6 +14,9 @@ from app.engine.engine import Engine
 from app.policies.plan import Plan
 from app.vocab.vocab import Vocab
 
+EVERYTHING = "*"
+"""The kill switch's word for every policy and experiment."""
+
 
 class ArtifactRef(NamedTuple):
     """Which version of an artifact; `since` is wall-clock ISO time of its load."""
@@ -64,7 +67,8 @@ class Policies(Protocol):
 class Snapshot:
     """{contract, weights, vocab + item map, policies}: what one request sees, whole and unchanged.
 
-    id  made from the ids of its parts, so equal sets have equal ids on every replica
+    id      made from the ids of its parts, so equal sets have equal ids on every replica
+    killed  names of policies and experiments that the kill switch stopped; `EVERYTHING` = all of them
     """
 
     id: str
@@ -75,11 +79,18 @@ class Snapshot:
     vocab_ref: ArtifactRef
     trie: DeviceTrie
     policies: Policies
+    killed: frozenset[str] = frozenset()
 
     @property
-    def batch_key(self) -> tuple[str, str]:
-        """Requests with equal keys share encode and decode: (weights slot, vocab version)."""
-        return self.weights.digest, self.vocab_ref.digest
+    def batch_key(self) -> tuple[str, str, str]:
+        """Requests with equal keys share encode and decode: contract, weights and vocab, each by its content."""
+        return self.contract.id, self.weights.digest, self.vocab_ref.digest
+
+    def plan(self, name: str) -> Plan | None:
+        """The plan that serves a policy: the default's where somebody has killed it; None = there is no such policy."""
+        default = self.policies.default
+        stopped = name != default and (name in self.killed or EVERYTHING in self.killed)
+        return self.policies.plan(default if stopped and self.policies.plan(name) else name)
 
 
 class Pins:
