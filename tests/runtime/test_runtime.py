@@ -176,6 +176,18 @@ async def test_a_deadline_is_kept_while_the_engine_is_busy():
         assert world.sample("widebeam_deadline_missed_total", stage="queue") == 1
 
 
+async def test_a_request_whose_time_passed_unnoticed_is_not_computed_either():
+    async with started() as world:
+        held = await world.busy()
+        late = world.ask("i1", ms=20)
+        world.gate.open.set()
+        time.sleep(0.2)  # noqa: ASYNC251  the loop hears of the batch's end before its own timer fires
+        with pytest.raises(Expired):
+            await late.outcome()
+        await held.outcome()
+        assert world.gate.batches == [1]
+
+
 async def test_a_client_that_leaves_the_queue_is_never_computed():
     async with started() as world:
         held = await world.busy()

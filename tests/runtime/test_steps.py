@@ -291,6 +291,22 @@ def test_fewer_items_than_asked_are_all_there_and_nothing_else():
         assert np.isfinite(ranked.scores).all()
 
 
+def test_tombstones_stay_dead_under_a_score_that_forgets_its_parent():
+    forgets = "widebeam: 1\nwidths: [2, 30, 30]\nsteps:\n  all:\n    score: logp\n"
+    sids = np.array([[0, 0, 0], [0, 1, 0], [1, 2, 3], [2, 0, 0], [3, 0, 0], [3, 4, 5]])
+    deployment = support.deployment_of(SIZES)
+    engine = support.onerec_engine(SIZES, deployment.limits)
+    vocab = support.catalogue(sids, SIZES)
+    snapshot = support.snapshot_of(engine, vocab, deployment, {"p": forgets})
+    job = support.job_of(snapshot, deployment, ("i1",), policy="p", k=30)
+    assert job.planned == (1, 2, 6, 6)  # at most three items lie below any two first codes: the rest are tombstones
+    (ranked,) = support.run_batch([job])
+    firsts = {sid[0] for sid in ranked.sids.tolist()}
+    assert len(firsts) == 2
+    assert len(ranked.items) == sum(sid[0] in firsts for sid in sids.tolist())
+    assert len(set(ranked.items.tolist())) == len(ranked.items)
+
+
 def test_items_that_share_an_sid_come_in_their_order_of_preference():
     deployment = support.deployment_of(SIZES)
     engine = support.onerec_engine(SIZES, deployment.limits)
