@@ -30,10 +30,8 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim; the mean in float32."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * scale).to(x.dtype) * weight
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim of x; weight [..., D] broadcasts. The mean is in float32."""
+    return functional.rms_norm(x, x.shape[-1:], eps=eps) * weight
 
 
 def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

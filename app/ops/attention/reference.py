@@ -146,11 +146,9 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     lse, other_lse    [N, H] float32; -inf = that part had no keys
     Returns out [N, H, D] and lse [N, H]; 0 and -inf where neither part had keys.
     """
-    whole = torch.logaddexp(lse, other_lse)
-    safe = whole.masked_fill(whole == float("-inf"), 0.0)
-    weight = torch.exp(lse - safe).unsqueeze(-1)
-    other_weight = torch.exp(other_lse - safe).unsqueeze(-1)
-    return (out * weight).addcmul_(other, other_weight).to(out.dtype), whole
+    share = torch.where(lse == float("-inf"), 0.0, torch.sigmoid(lse - other_lse)).unsqueeze(-1)
+    wide = share.dtype
+    return torch.lerp(other.to(wide), out.to(wide), share).to(out.dtype), torch.logaddexp(lse, other_lse)
 
 
 def _check_heads(h: int, hkv: int) -> None:
