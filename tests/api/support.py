@@ -7,7 +7,7 @@ import io
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -199,10 +199,8 @@ async def connect(url: str) -> AsyncIterator[Client]:
         yield Client(reader, writer)
     finally:
         writer.close()
-        try:
+        with suppress(ConnectionError, TimeoutError):
             await writer.wait_closed()
-        except (ConnectionError, TimeoutError):
-            pass
 
 
 def message(body: bytes = b"", path: str = "/v1/recommend", method: str = "POST", **headers: str | None) -> bytes:

@@ -166,42 +166,6 @@ async def test_hostile_msgpack_gets_its_status(data, status):
     assert reply.headers["content-type"] == "application/json"
 
 
-@pytest.mark.parametrize(
-    ("raw", "status"),
-    [
-        (b"nonsense\r\n\r\n", 400),
-        (b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n", 400),
-        (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", 400),
-        (b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400),
-        (b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999999\r\n\r\n", 400),
-        (b"POST /v1/recommend HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
-        (b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
-        (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n", 431),
-        (b"GET /livez HTTP/1.1\r\nx: " + b"a" * 100_000, 431),
-        (b"GET /livez HTTP/1.1\r\n" + b"x: y\r\n" * 20_000, 431),
-    ],
-)
-async def test_what_is_hardly_http_gets_an_error_in_our_shape(raw, status):
-    async with served() as server:
-        async with connect(server.addresses.public) as client:
-            client.writer.write(raw)
-            reply = await client.reply()
-            assert reply.status == status
-            assert set(reply.json()["error"]) == {"code", "message", "retryable"}
-        assert (await ask(server.addresses.public, GOLDEN)).status == 200
-
-
-async def test_unknown_paths_and_methods_have_the_error_shape_and_no_redirects():
-    async with served() as server:
-        url = server.addresses.public
-        for path in ("/", "/v1/recommend/", "/docs", "/v1/%00", "/admin/v1/status"):
-            missing = await get(url, path)
-            assert (missing.status, missing.json()["error"]["code"]) == (404, "not_found")
-        wrong = await get(url, "/v1/recommend")
-        assert (wrong.status, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
-        assert wrong.headers["allow"] == "POST"
-
-
 # ---- decoding never breaks -----------------------------------------------------------------------------------------
 
 DECODERS = decoders(body_type(Limits(k=100)))
