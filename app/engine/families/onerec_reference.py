@@ -93,7 +93,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, present: Tensor | None) -> Tensor:
     Query head h reads K/V head h // (H / G). present [B, P] masks keys; None = causal.
     """
     repeat = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
     out = functional.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
