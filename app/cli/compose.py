@@ -13,7 +13,8 @@ from typing import BinaryIO, Literal
 import msgspec
 import torch
 
-from app.config import Deployment, Server, SidConfig, parse
+from app.cli.deployment import read_deployment
+from app.config import Deployment, Server, SidConfig
 from app.errors import BadDeployment
 from app.runtime.loader import Loaded, load_root
 from app.runtime.logs import Log, make_log
@@ -50,18 +51,6 @@ class Service:
     log: Log
     build: Callable[[], Runtime]
     load: Callable[[], Loaded]
-
-
-def read_deployment(root: Path) -> Deployment:
-    """ROOT/deployment.toml. Raises BadDeployment; one that cannot be read is refused like one that cannot be parsed."""
-    file = root / "deployment.toml"
-    try:
-        text = file.read_text("utf-8")
-    except OSError as error:
-        raise BadDeployment(f"cannot be read: {error.strerror}", file=file.name) from error
-    except UnicodeDecodeError as error:
-        raise BadDeployment("is not UTF-8", file=file.name) from error
-    return parse(text, file.name)
 
 
 def compose(root: Path, overrides: Overrides, stream: BinaryIO, *, tolerant: bool = False) -> Service:

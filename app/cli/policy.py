@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import app as package
-from app.cli.compose import read_deployment
+from app.cli.deployment import read_deployment
 from app.cli.output import JsonFlag, print_json, say
 from app.core import Contract
 from app.policies.compile import check_policy, lower

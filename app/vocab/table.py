@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from app.config import SidConfig
 from app.errors import Rejected
 from app.vocab.formats import FORMATS
 from app.vocab.formats.source import Attribute, Attributes, Block, Format, Source
@@ -31,6 +33,14 @@ def read_table(name: str, source: Source) -> Table:
     for block in FORMATS[name].read(source):
         growing.add(block)
     return arrange(growing.table(), source.sid.sizes)
+
+
+def table_of(ids: Sequence[str], codes: npt.NDArray[np.int32], path: Path, sizes: Sequence[int]) -> Table:
+    """A table in item order from ids and their SIDs [n, L]; `path` names the file of row i in refusals (see above)."""
+    source = Source(path, SidConfig(sizes=tuple(sizes)))
+    growing = _Growing(source, FORMATS["npy"])
+    growing.add(Block(ids, codes))
+    return arrange(growing.table(), sizes)
 
 
 class _Part(NamedTuple):

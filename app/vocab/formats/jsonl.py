@@ -6,8 +6,7 @@ The order of the lines is the order of preference among items of one SID.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import msgspec
 import numpy as np
@@ -41,16 +40,15 @@ def read(source: Source) -> Iterator[Block]:
         yield Block([item.id for item in items], codes, attributes if any(attributes) else None)
 
 
-def write(vocab: Vocab, path: Path) -> int:
+def write(vocab: Vocab, stream: BinaryIO) -> int:
     """Write a vocab in the plain form, items in item order, so that preference is kept. Returns the lines."""
     encoder = msgspec.json.Encoder()
-    with path.open("xb") as stream:
-        for begin in range(0, len(vocab), BLOCK):
-            rows = range(begin, min(begin + BLOCK, len(vocab)))
-            attributes = {name: values(column, rows) for name, column in vocab.attributes.items()}
-            for at, (name, sid) in enumerate(zip(vocab.ids(rows), vocab.sids(rows).tolist(), strict=True)):
-                attrs = {key: column[at] for key, column in attributes.items() if column[at] is not None}
-                stream.write(encoder.encode(Line(name, sid, attrs or None)) + b"\n")
+    for begin in range(0, len(vocab), BLOCK):
+        rows = range(begin, min(begin + BLOCK, len(vocab)))
+        attributes = {name: values(column, rows) for name, column in vocab.attributes.items()}
+        for at, (name, sid) in enumerate(zip(vocab.ids(rows), vocab.sids(rows).tolist(), strict=True)):
+            attrs = {key: column[at] for key, column in attributes.items() if column[at] is not None}
+            stream.write(encoder.encode(Line(name, sid, attrs or None)) + b"\n")
     return len(vocab)
 
 
