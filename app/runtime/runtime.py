@@ -58,9 +58,11 @@ class Runtime:
         """Load off the loop, warm up, and become ready; or say why not and stay alive."""
         try:
             loaded = await asyncio.to_thread(load)
-            self._loaded, self._reasons = loaded, loaded.reasons
-            if loaded.snapshot is not None:
-                await self._activate(loaded.snapshot)
+            self._loaded = loaded
+            if loaded.snapshot is None:
+                self._reasons = loaded.reasons
+            else:
+                await self._activate(loaded.snapshot)  # not ready before it has served its own requests
         except Exception as error:  # noqa: BLE001  a bug of ours must not leave a server that says "starting" for ever
             self._log.error("start_failed", exc_info=error)
             self._reasons = (Reason("internal", f"{type(error).__name__} while loading; the log has it"),)

@@ -285,6 +285,18 @@ async def test_a_server_without_artifacts_is_alive_and_says_why():
     world.runtime.close()
 
 
+async def test_a_server_is_not_ready_before_its_canary_has_been_served():
+    world = World()
+    world.gate.open.clear()
+    starting = asyncio.create_task(world.runtime.start(lambda: Loaded(snapshot=world.snapshot)))
+    await asyncio.to_thread(world.gate.entered.wait)
+    assert world.runtime.reasons()[0].startswith("starting")
+    world.gate.open.set()
+    await starting
+    assert world.runtime.reasons() == ()
+    world.runtime.close()
+
+
 async def test_a_bug_while_loading_is_a_reason_and_a_traceback():
     world = World()
 
