@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from app.core import Contract
+from app.policies.cache import Cache
 from app.policies.check_contract import Catalogue
-from app.policies.compile import compile_policy
 from app.policies.diagnostics import Diagnostic, Findings, Span, render, suggest
+from app.policies.last_good import Kept, keep
 from app.policies.plan import Plan
 from app.policies.resolve import Library
 from app.policies.source import MAX_BYTES, Source, compose
@@ -30,11 +31,22 @@ _IGNORED = re.compile(r"[._].*|.*~|.*\.(?:swp|tmp|bak)|4913|#.*#")
 
 @dataclass(frozen=True)
 class Loaded:
-    """One policy of a folder: a plan, or none with the reasons. abstract = only to be extended."""
+    """One policy of a folder: a plan, or none with the reasons. abstract = only to be extended.
+
+    stale  the file has errors: the plan is that of its last good text
+    kept   the texts that the plan, or the abstract policy, is made of; None where there is nothing without errors
+    """
 
     plan: Plan | None
     findings: tuple[Diagnostic, ...]
     abstract: bool = False
+    stale: bool = False
+    kept: Kept | None = None
+
+    @property
+    def state(self) -> str:
+        """live | stale | rejected."""
+        return "stale" if self.stale else "live" if self.plan else "rejected"
 
     @property
     def errors(self) -> tuple[Diagnostic, ...]:
@@ -69,7 +81,7 @@ class PolicySet:
         """The status document's `policies`: state, id and findings by name; abstract policies are not in it."""
         return {
             name: {
-                "state": "live" if one.plan else "rejected",
+                "state": one.state,
                 "policy_id": one.plan.policy_id if one.plan else None,
                 "errors": [finding.data() for finding in one.findings],
             }
@@ -163,19 +175,40 @@ def load_policies(
     return compile_folder(snapshot(directory, shown), contract, Catalogue(tuple(prefixes)) if prefixes else None)
 
 
-def compile_folder(folder: Folder, contract: Contract, catalogue: Catalogue | None = None) -> PolicySet:
-    """Plans or diagnostics for every policy, and the default."""
-    library = Library(folder.sources)
-    policies: dict[str, Loaded] = {}
-    for name in folder.sources:
-        plan, found = compile_policy(name, library, contract, catalogue)
-        policies[name] = Loaded(plan, tuple(found), abstract=plan is None and not found.errors)
+def compile_folder(
+    folder: Folder,
+    contract: Contract,
+    catalogue: Catalogue | None = None,
+    *,
+    last_good: Mapping[str, Kept] | None = None,
+    cache: Cache | None = None,
+) -> PolicySet:
+    """Plans or diagnostics for every policy, and the default.
+
+    last_good: what to serve, marked stale, in place of policies with errors · cache: what earlier calls compiled
+    """
+    cache = cache or Cache()
+    library = cache.library(folder.sources)
+    policies = {name: _load(name, library, contract, catalogue, cache) for name in folder.sources}
+    for name, kept in (last_good or {}).items():
+        if name in policies and policies[name].errors:
+            good = _load(name, cache.library(kept.files), contract, catalogue, cache)
+            if not good.errors:
+                policies[name] = replace(good, findings=policies[name].findings, stale=True)
     files = {source.file: source.lines() for source in [folder.traffic] if source}
     found = Findings(lambda file: files.get(file, []))
     for file, code, message, hint in folder.refused:
         found.add(code, Span(file, 1, 1, 2), message, hint)
     default = _default(folder.traffic, policies, found) if folder.traffic else DEFAULT
     return PolicySet(policies, default, tuple(found))
+
+
+def _load(name: str, library: Library, contract: Contract, catalogue: Catalogue | None, cache: Cache) -> Loaded:
+    plan, found = cache.compile(name, library, contract, catalogue)
+    chain = library.chain(name)
+    if chain is None or any(one.rule.severity == "error" for one in found):
+        return Loaded(plan, found)
+    return Loaded(plan, found, abstract=plan is None, kept=keep(name, chain, library.sources))
 
 
 def _default(source: Source, policies: Mapping[str, Loaded], found: Findings) -> str:

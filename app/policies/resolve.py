@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from app.policies.diagnostics import Findings, Span, suggest
+from app.policies.diagnostics import Diagnostic, Findings, Span, suggest
 from app.policies.expr import Operation, parse_expression, parse_operation, show, show_operation
 from app.policies.names import FINAL_PHASES, STEP_PHASES, Phase
 from app.policies.read import Content, Document, ParamDraft, Setting, read
@@ -52,13 +52,17 @@ class Policy:
     final: Mapping[str, Resolved]
 
 
+ReadFile = tuple[Document, tuple[Diagnostic, ...]]
+"""A file's document and what was wrong with its text."""
+
+
 @dataclass(slots=True)
 class Library:
     """The files of a folder, each read at most once, however many policies extend it."""
 
     sources: Sources
     _lines: dict[str, list[str]] = field(default_factory=dict)
-    _read: dict[str, tuple[Document, Findings]] = field(default_factory=dict)
+    _read: dict[str, ReadFile] = field(default_factory=dict)
 
     def findings(self) -> Findings:
         """An empty collection that knows these files' lines."""
@@ -74,12 +78,29 @@ class Library:
     def document(self, name: str, found: Findings) -> Document:
         """The document of a policy; its findings go to `found`."""
         if name not in self._read:
-            own = self.findings()
-            self._read[name] = (read(name, self.sources[name], own), own)
+            self._read[name] = self.read(name)
         document, own = self._read[name]
         for one in own:
             found.add(one.rule.code, one.span, one.message, one.help)
         return document
+
+    def read(self, name: str) -> ReadFile:
+        """Read one file; another library with the same text may be given the result."""
+        own = self.findings()
+        return read(name, self.sources[name], own), tuple(own)
+
+    def give(self, name: str, known: ReadFile) -> None:
+        """Know a file without reading it."""
+        self._read[name] = known
+
+    def chain(self, name: str) -> tuple[str, ...] | None:
+        """A policy and its ancestors, youngest first; None where an ancestor is missing or the chain goes round."""
+        names = [name]
+        while (parent := self.document(names[-1], self.findings()).extends) is not None:
+            if parent.value in names or parent.value not in self.sources:
+                return None
+            names.append(parent.value)
+        return tuple(names)
 
 
 def resolve(name: str, library: Library, steps: int, found: Findings) -> Policy:
