@@ -54,11 +54,15 @@ def check_types(policy: Policy, found: Findings) -> None:
         for word, resolved in settings.items():
             if not resolved.broken and resolved.span is not None:
                 checker.phase(phases[word], resolved)
+    if not any(one.broken for step in (*policy.steps, policy.final) for one in step.values()):
+        _unused(policy, checker.used, found)
+
+
+def _unused(policy: Policy, used: set[str], found: Findings) -> None:
     for param in policy.params.values():
-        if param.name not in checker.used and param.span.file == policy.file and not policy.abstract:
-            found.add(
-                "W004", param.span, f"param {param.name} is never used", "remove it, or use `param." + param.name + "`"
-            )
+        if not param.broken and param.name not in used and param.span.file == policy.file and not policy.abstract:
+            hint = f"remove it, or use `param.{param.name}`"
+            found.add("W004", param.span, f"param {param.name} is never used", hint)
 
 
 @dataclass

@@ -275,7 +275,9 @@ class _Reader:
                 self.refuse("S014", self.offset(at), f"`{token}` was never opened")
             before = kind
         if opened:
-            self.refuse("S014", self.offset(opened[-1][1]), f"`{opened[-1][0]}` was never closed")
+            flow = "inside `{...}` or `[...]` a comma ends the value: put quotes round it"
+            hint = flow if self.scalar.style == "plain" else ""
+            self.refuse("S014", self.offset(opened[-1][1]), f"`{opened[-1][0]}` was never closed", hint)
 
     def tokens(self) -> Iterator[tuple[str, str, int]]:
         at = 0

@@ -106,7 +106,7 @@ def compose(source: Source, found: Findings) -> Node | None:
         builder.syntax(error)
     except yaml.reader.ReaderError as error:
         place = builder.place(error.position)
-        found.add("S002", place, f"character U+{ord(str(error.character)):04X} is not allowed in a file")
+        found.add("S002", place, f"character U+{int(error.character):04X} is not allowed in a file")
     except (ValueError, OverflowError, RecursionError):  # escapes beyond Unicode, which PyYAML hands to chr()
         found.add("S002", start, "a quoted text holds an escape that is no character")
     return None

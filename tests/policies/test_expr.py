@@ -110,7 +110,9 @@ def test_what_the_language_does_not_have_is_named_where_it_stands(text, code, me
     assert col is None or one.span.col == col
 
 
-@pytest.mark.parametrize("text", ["-" * 100_000 + "1", "(" * 100_000, "[" * 1999, "a**" * 600 + "a", "not " * 500 + "a"])
+@pytest.mark.parametrize(
+    "text", ["-" * 100_000 + "1", "(" * 100_000, "[" * 1999, "a**" * 600 + "a", "not " * 500 + "a"]
+)
 def test_hostile_texts_are_refused_before_python_sees_them(text):
     tree, found = parse(text)
     assert tree is None

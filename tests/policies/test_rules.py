@@ -41,6 +41,7 @@ def test_the_bad_file_of_a_page_gets_exactly_the_text_of_the_page(code, tmp_path
     files = FILE.findall(bad)
     (tmp_path / "base.yaml").write_text(BASE)
     for name, text in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(text.encode())
     loaded = load_policies(tmp_path, contract(sizes, widths))
     own = loaded.policies.get(Path(files[-1][0]).stem)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from app.cli import policy
+from tests.policies.contracts import BASE, contract
+
+BAD = "widebeam: 1\nextends: base\nsteps:\n  all:\n    score: parent + logpp\n"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy, "contract_of", lambda root: contract())
+    folder = tmp_path / "policies"
+    folder.mkdir()
+    (folder / "base.yaml").write_text(BASE)
+    monkeypatch.chdir(tmp_path)
+    return lambda *args: CliRunner().invoke(policy.app, [str(arg) for arg in args])
+
+
+def test_check_passes_good_files_with_exit_0(run):
+    result = run("check")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "0 errors, 0 warnings and notes\n")
+
+
+def test_check_prints_what_is_wrong_with_exit_1(run, tmp_path):
+    (tmp_path / "policies" / "feed.yaml").write_text(BAD)
+    for args in ((), ("policies",), ("policies/feed.yaml",), ("policies/base.yaml", "policies/feed.yaml")):
+        result = run("check", *args)
+        assert result.exit_code == 1
+        assert result.stdout == (
+            "policies/feed.yaml:5:21: error T001: unknown name `logpp`\n"
+            "     5 |     score: parent + logpp\n"
+            "       |                     ^^^^^\n"
+            "  help: did you mean `logp`?\n"
+        )
+    assert run("check", "policies/base.yaml").exit_code == 0
+
+
+def test_check_gives_machines_the_fields_of_an_editor(run, tmp_path):
+    (tmp_path / "policies" / "feed.yaml").write_text(BAD)
+    result = run("check", "--json")
+    assert result.exit_code == 1
+    [one] = json.loads(result.stdout)
+    assert (one["file"], one["line"], one["col"], one["end_col"], one["code"]) == (
+        "policies/feed.yaml",
+        5,
+        21,
+        26,
+        "T001",
+    )
+
+
+def test_check_looks_at_traffic_and_at_names(run, tmp_path):
+    (tmp_path / "policies" / "traffic.yaml").write_text("widebeam: 1\nkind: traffic\ndefault: bass\n")
+    (tmp_path / "policies" / "Feed.yaml").write_text(BASE)
+    assert run("check", "policies/traffic.yaml").exit_code == 1
+    assert "S016" in run("check", "policies/Feed.yaml").stdout
+    assert "S016" not in run("check", "policies/base.yaml").stdout
+
+
+def test_warnings_alone_exit_0(run, tmp_path):
+    (tmp_path / "policies" / "feed.yaml").write_text("widebeam: 1\nwidths: [100, 100, 100]\n")
+    result = run("check")
+    assert (result.exit_code, result.stderr) == (0, "0 errors, 1 warnings and notes\n")
+
+
+def test_wrong_usage_exits_2(run):
+    assert run("check", "nowhere.yaml").exit_code == 2
+    assert run("explain", "nobody").exit_code == 2
+    assert run("help", "Z999").exit_code == 2
+    assert run("chekc").exit_code == 2
+
+
+def test_explain_and_show_print_the_plan(run):
+    text = run("explain", "base")
+    assert text.exit_code == 0
+    assert "step 1  rows=1 codes=64 width=256 planned=64" in text.stdout
+    assert "score        parent + logp  <- all of policies/base.yaml:5" in text.stdout
+    data = json.loads(run("explain", "policies/base.yaml", "--json").stdout)
+    shown = json.loads(run("show", "base").stdout)
+    assert data["policy_id"] == shown["policy_id"]
+    assert shown["resolved"]["steps"][0]["mask"] == "trie"
+
+
+def test_explain_of_a_bad_policy_says_why_with_exit_1(run, tmp_path):
+    (tmp_path / "policies" / "feed.yaml").write_text(BAD)
+    result = run("explain", "feed")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "T001" in result.stderr
+
+
+def test_help_prints_the_page_of_a_code(run):
+    result = run("help", "k003")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("# K003: a width is above the contract's limit\n")
+
+
+def test_fmt_formats_in_place_and_checks_without_writing(run, tmp_path):
+    file = tmp_path / "policies" / "feed.yaml"
+    file.write_text("widebeam: 1\nsteps: {all: {score: parent+logp}}\n")
+    assert run("fmt", "--check", "policies").exit_code == 1
+    assert "parent+logp" in file.read_text()
+    assert run("fmt", "policies").exit_code == 0
+    assert file.read_text() == "widebeam: 1\nsteps: {all: {score: parent + logp}}\n"
+    assert run("fmt", "--check", "policies").exit_code == 0
+    file.write_text("a: [")
+    assert run("fmt", "policies").exit_code == 1
+    assert file.read_text() == "a: ["
+
+
+def test_the_schema_is_printed_as_json(run):
+    assert json.loads(run("schema").stdout)["title"] == "Widebeam selection policy"
