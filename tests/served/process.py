@@ -1,0 +1,91 @@
+"""`widebeam serve` as a real process over a root on disk, for tests that ask it over real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+
+class Server:
+    """A running server: `client` asks it, `lines` is its log so far (parsed)."""
+
+    def __init__(self, process: subprocess.Popen, root: Path) -> None:
+        self.process, self.root = process, root
+        self.lines: list[dict] = []
+        self.listening = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self.listening.wait(60), f"no listener: {self.lines}"
+        where = next(line for line in self.lines if line.get("event") == "listening")
+        self.public, self.admin = where["public"], where["admin"]
+        self.client = httpx.Client(base_url=self.public, timeout=30)
+
+    def _read(self) -> None:
+        for raw in self.process.stdout:
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                line = {"event": "raw", "text": raw.decode(errors="replace")}
+            self.lines.append(line)
+            if line.get("event") == "listening":
+                self.listening.set()
+        self.listening.set()
+
+    def until(self, true, what: str, timeout: float = 60) -> None:
+        """Poll until `true()`; fail with the log after `timeout`."""
+        deadline = time.monotonic() + timeout
+        while not true():
+            assert self.process.poll() is None, f"the server ended: {self.lines[-5:]}"
+            assert time.monotonic() < deadline, f"not {what} in time: {self.lines[-5:]}"
+            time.sleep(0.02)
+
+    def ready(self) -> Server:
+        self.until(lambda: self.client.get("/readyz").status_code == 200, "ready")
+        return self
+
+    def ask(self, *history: str, k: int = 10, **fields) -> httpx.Response:
+        return self.client.post("/v1/recommend", json={"context": {"history": list(history)}, "k": k, **fields})
+
+    def items(self, *history: str, **fields) -> list[tuple[str, float]]:
+        answer = self.ask(*history, **fields)
+        assert answer.status_code == 200, answer.text
+        return [(item["id"], item["score"]) for item in answer.json()["items"]]
+
+    def status(self) -> dict:
+        return httpx.get(f"{self.admin}/admin/v1/status").json()
+
+    def metric(self, name: str) -> float:
+        for line in self.client.get("/metrics").text.splitlines():
+            if line.startswith(name + " "):
+                return float(line.split()[-1])
+        return 0.0
+
+    def stop(self, signum: int = signal.SIGTERM, timeout: float = 30) -> int:
+        self.process.send_signal(signum)
+        return self.process.wait(timeout)
+
+
+@contextmanager
+def serving(root: Path, *flags: str) -> Iterator[Server]:
+    """Start a server; end it (and fail if it left a traceback of its own in the log)."""
+    command = [sys.executable, "-m", "app", "serve", "--root", str(root), *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env) as process:
+        try:
+            server = Server(process, root)
+            yield server
+            server.client.close()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(60)
