@@ -9,21 +9,24 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from app.core import Contract
+from app.policies.assign import Traffic
 from app.policies.cache import Cache
 from app.policies.check_contract import Catalogue
-from app.policies.diagnostics import Diagnostic, Findings, Span, render, suggest
+from app.policies.diagnostics import Diagnostic, Findings, Span, render
+from app.policies.experiments import Loaded as LoadedExperiment
+from app.policies.experiments import Policies, load_traffic
 from app.policies.last_good import Kept, keep
 from app.policies.plan import Plan
 from app.policies.resolve import Library
-from app.policies.source import MAX_BYTES, Source, compose
-from app.policies.values import NAME, Values
+from app.policies.source import MAX_BYTES, Source
+from app.policies.traffic import FILE as TRAFFIC
+from app.policies.values import NAME
 
 MAX_FILES = 1000
-DEFAULT = "base"
-TRAFFIC = "traffic.yaml"
 EXPERIMENTS = "experiments"
 
 _IGNORED = re.compile(r"[._].*|.*~|.*\.(?:swp|tmp|bak)|4913|#.*#")
@@ -56,16 +59,22 @@ class Loaded:
 
 @dataclass(frozen=True)
 class PolicySet:
-    """What a folder gives. default is a name that may have no plan; findings are those of no single policy."""
+    """What a folder gives. default is a name that may have no plan; findings are those of no single policy.
+
+    traffic      how requests are shared among policies · experiments: what became of each file
+    """
 
     policies: Mapping[str, Loaded]
     default: str
     findings: tuple[Diagnostic, ...]
+    traffic: Traffic = field(default_factory=lambda: Traffic(None))
+    experiments: Mapping[str, LoadedExperiment] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
-        """Content id: which policies can be served, and the default."""
+        """Content id: which policies can be served, the default, and who gets which."""
         parts = [f"{plan.policy} {plan.policy_id}" for plan in self.plans()]
+        parts.append(self.traffic.id)
         return hashlib.sha256("\n".join([self.default, *parts]).encode()).hexdigest()[:12]
 
     def plan(self, name: str) -> Plan | None:
@@ -103,6 +112,7 @@ class Folder:
     sources: Mapping[str, Source]
     traffic: Source | None = None
     refused: tuple[tuple[str, str, str, str], ...] = field(default=())
+    experiments: Mapping[str, Source] = field(default_factory=dict)
 
 
 def snapshot(directory: Path, shown: str = "policies") -> Folder:
@@ -110,15 +120,20 @@ def snapshot(directory: Path, shown: str = "policies") -> Folder:
 
     Editor leftovers and hidden files are passed over; links may lead anywhere inside the folder and nowhere else.
     """
-    sources: dict[str, Source] = {}
     refused: list[tuple[str, str, str, str]] = []
-    traffic: Source | None = None
-    root = directory.resolve()
-    paths = sorted(path for path in directory.iterdir() if not _IGNORED.fullmatch(path.name)) if root.is_dir() else []
-    for path in paths:
+    sources = _sources(directory, shown, directory.resolve(), refused)
+    experiments = _sources(directory / EXPERIMENTS, f"{shown}/{EXPERIMENTS}", directory.resolve(), refused)
+    traffic = sources.pop(Path(TRAFFIC).stem, None)
+    return Folder(sources, traffic, tuple(refused), experiments)
+
+
+def _sources(directory: Path, shown: str, root: Path, refused: list[tuple[str, str, str, str]]) -> dict[str, Source]:
+    """The files of one directory by name; what cannot be a file of ours goes to `refused`."""
+    sources: dict[str, Source] = {}
+    if not directory.is_dir():
+        return sources
+    for path in sorted(path for path in directory.iterdir() if not _IGNORED.fullmatch(path.name)):
         file = f"{shown}/{path.name}"
-        if path.name == EXPERIMENTS and path.is_dir() and any(path.glob("*.yaml")):
-            refused.append((file, "P003", "experiments are not available in this version", ""))
         if path.suffix == ".yml":
             refused.append((file, "S016", "a policy file ends in `.yaml`", f"rename it to `{path.stem}.yaml`"))
         if path.suffix != ".yaml":
@@ -136,11 +151,9 @@ def snapshot(directory: Path, shown: str = "policies") -> Folder:
             break
         elif (source := _read(path, file)) is None:
             refused.append((file, "S016", "the file cannot be read", ""))
-        elif path.name == TRAFFIC:
-            traffic = source
         else:
             sources[path.stem] = source
-    return Folder(sources, traffic, tuple(refused))
+    return sources
 
 
 def _inside(path: Path, root: Path) -> bool:
@@ -182,10 +195,14 @@ def compile_folder(
     *,
     last_good: Mapping[str, Kept] | None = None,
     cache: Cache | None = None,
+    running: Traffic | None = None,
+    now: float | None = None,
 ) -> PolicySet:
     """Plans or diagnostics for every policy, and the default.
 
-    last_good: what to serve, marked stale, in place of policies with errors · cache: what earlier calls compiled
+    last_good: what to serve, marked stale, in place of policies with errors · cache: what earlier calls compiled ·
+    running: the traffic that runs now, of the same contract: what experiments may not change, and what they fall back
+    to · now: wall-clock unix seconds
     """
     cache = cache or Cache()
     library = cache.library(folder.sources)
@@ -195,12 +212,20 @@ def compile_folder(
             good = _load(name, cache.library(kept.files), contract, catalogue, cache)
             if not good.errors:
                 policies[name] = replace(good, findings=policies[name].findings, stale=True)
-    files = {source.file: source.lines() for source in [folder.traffic] if source}
-    found = Findings(lambda file: files.get(file, []))
+    found = Findings(lambda _: ())
     for file, code, message, hint in folder.refused:
         found.add(code, Span(file, 1, 1, 2), message, hint)
-    default = _default(folder.traffic, policies, found) if folder.traffic else DEFAULT
-    return PolicySet(policies, default, tuple(found))
+    plans = {name: one.plan for name, one in policies.items() if one.plan is not None}
+    known = Policies(
+        plans=plans,
+        abstract=[name for name, one in policies.items() if one.abstract],
+        broken=[name for name, one in policies.items() if one.plan is None and not one.abstract],
+        stale=[name for name, one in policies.items() if one.stale],
+    )
+    now = datetime.now(UTC).timestamp() if now is None else now
+    shared = load_traffic(folder.traffic, folder.experiments, known, now, running)
+    findings = tuple(sorted((*found, *shared.findings), key=lambda one: (one.span, one.rule.code, one.message)))
+    return PolicySet(policies, shared.default, findings, shared.traffic, shared.experiments)
 
 
 def _load(name: str, library: Library, contract: Contract, catalogue: Catalogue | None, cache: Cache) -> Loaded:
@@ -209,33 +234,3 @@ def _load(name: str, library: Library, contract: Contract, catalogue: Catalogue 
     if chain is None or any(one.rule.severity == "error" for one in found):
         return Loaded(plan, found)
     return Loaded(plan, found, abstract=plan is None, kept=keep(name, chain, library.sources))
-
-
-def _default(source: Source, policies: Mapping[str, Loaded], found: Findings) -> str:
-    """The default policy that traffic.yaml names."""
-    root = compose(source, found)
-    if root is None:
-        return DEFAULT
-    reader = Values(found)
-    entries = reader.fields(root, "traffic", ("widebeam", "kind", "default", *_LATER))
-    reader.version(entries.get("widebeam"), Span(source.file, 1, 1, 2))
-    if "kind" not in entries:
-        found.add("S009", Span(source.file, 1, 1, 2), "`kind` is missing", "write `kind: traffic`")
-    reader.choice(entries.get("kind"), ("traffic",))
-    for word in _LATER:
-        if word in entries:
-            found.add("P003", entries[word][0].span, f"`{word}` is not available in this version")
-    name = reader.name(entries.get("default"))
-    if name is None:
-        return DEFAULT
-    if name.value not in policies:
-        others = ", ".join(sorted(policies))
-        found.add(
-            "E002", name.span, f"unknown policy `{name.value}`", suggest(name.value, policies) or f"policies: {others}"
-        )
-    elif policies[name.value].abstract:
-        found.add("E002", name.span, f"policy `{name.value}` is abstract", "name a policy that extends it")
-    return name.value
-
-
-_LATER = ("unit", "missing_unit", "holdout", "layers")

@@ -54,7 +54,7 @@ def test_the_default_is_base_unless_traffic_says_otherwise(folder):
         ("widebeam: 1\nkind: experiment\ndefault: base\n", "S011"),
         ("widebeam: 1\ndefault: base\n", "S009"),
         ("kind: traffic\ndefault: base\n", "S009"),
-        ("widebeam: 1\nkind: traffic\nlayers: {a: {salt: x}}\n", "P003"),
+        ("widebeam: 1\nkind: traffic\nlayers: {a: {salt: x, slots: 3}}\n", "S007"),
         ("widebeam: 1\nkind: traffic\ndefualt: base\n", "S007"),
         ("widebeam: 1\nkind: traffic\ndefault: base\ndefault: base\n", "S003"),
         ("[", "S002"),
@@ -126,11 +126,15 @@ def test_a_huge_file_is_refused_without_being_read(folder):
     assert load(folder).policies["huge"].errors[0].message == f"the file has {50 * 2**20} bytes"
 
 
-def test_experiments_are_refused_and_not_passed_over(folder):
+def test_experiments_are_read_and_not_passed_over(folder):
     (folder / "experiments").mkdir()
     assert load(folder).findings == ()
-    (folder / "experiments" / "one.yaml").write_text("widebeam: 1\n")
-    assert [one.rule.code for one in load(folder).findings] == ["P003"]
+    (folder / "experiments" / "one.yaml").write_text("widebeam: 2\n")
+    (folder / "experiments" / "two.yml").write_text("widebeam: 1\n")
+    (folder / "experiments" / ".three.yaml").write_text("widebeam: 1\n")
+    found = load(folder).findings
+    assert {one.span.file for one in found} == {"policies/experiments/one.yaml", "policies/experiments/two.yml"}
+    assert {"S009", "S016", "S017"} == {one.rule.code for one in found}
 
 
 def test_a_missing_folder_has_no_policies_and_no_default_plan(tmp_path):

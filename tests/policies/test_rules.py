@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from app.policies.diagnostics import render
-from app.policies.load import load_policies
+from app.policies.load import compile_folder, snapshot
 from app.policies.rules import RULES
 from tests.policies.contracts import BASE, contract
 
@@ -34,33 +35,42 @@ def test_every_code_is_raised_somewhere():
     assert {code for code in re.findall(r'"([STPXKEWC]\d{3})"', source) if code not in RULES} == set()
 
 
+BEFORE = re.compile(r"Before, and running, `policies/(\S+)`:\n\n```yaml\n(.*?)```\n", re.DOTALL)
+NOW = re.compile(r"Now: (\S+)\.\n")
+
+
+def load(folder, page, files):
+    """The set after `files` were written, and what its own policy says; where the page says what ran before, that is
+    loaded first."""
+    sizes, widths = (json.loads(one) for one in re.search(r"sizes (\[.*?\]), widths (\[.*?\])", page).groups())
+    moment = NOW.search(page)
+    now = datetime.fromisoformat(moment[1]).timestamp() if moment else None
+    running = None
+    (folder / "base.yaml").write_text(BASE)
+    for stage in filter(None, ([*files[:-1], *BEFORE.findall(page)] if BEFORE.search(page) else [], files)):
+        for name, text in stage:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(text.encode())
+        loaded = compile_folder(snapshot(folder), contract(sizes, widths), running=running, now=now)
+        running = loaded.traffic
+    own = loaded.policies.get(Path(files[-1][0]).stem)
+    return [*(own.findings if own else ()), *loaded.findings]
+
+
 @pytest.mark.parametrize("code", sorted(RULES))
 def test_the_bad_file_of_a_page_gets_exactly_the_text_of_the_page(code, tmp_path):
     bad, _ = page(code)
-    sizes, widths = (json.loads(one) for one in re.search(r"sizes (\[.*?\]), widths (\[.*?\])", bad).groups())
-    files = FILE.findall(bad)
-    (tmp_path / "base.yaml").write_text(BASE)
-    for name, text in files:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(text.encode())
-    loaded = load_policies(tmp_path, contract(sizes, widths))
-    own = loaded.policies.get(Path(files[-1][0]).stem)
-    got = render([*(own.findings if own else ()), *loaded.findings])
-    assert got == re.search(r"```text\n(.*?)\n```", bad, re.DOTALL)[1]
-    assert {one.rule.code for one in (*(own.findings if own else ()), *loaded.findings)} == {code}
+    findings = load(tmp_path, bad, FILE.findall(bad))
+    assert render(findings) == re.search(r"```text\n(.*?)\n```", bad, re.DOTALL)[1]
+    assert {one.rule.code for one in findings} == {code}
 
 
 @pytest.mark.parametrize("code", sorted(RULES))
 def test_the_good_file_of_a_page_has_no_findings(code, tmp_path):
     bad, good = page(code)
-    sizes, widths = (json.loads(one) for one in re.search(r"sizes (\[.*?\]), widths (\[.*?\])", bad).groups())
-    name = "traffic" if "policies/traffic.yaml" in bad else "feed"
-    (tmp_path / "base.yaml").write_text(BASE)
-    for other, text in FILE.findall(bad)[:-1]:
-        (tmp_path / other).write_text(text)
-    (tmp_path / f"{name}.yaml").write_text(re.search(r"```yaml\n(.*?)```", good, re.DOTALL)[1])
-    loaded = load_policies(tmp_path, contract(sizes, widths))
-    assert render([*loaded.findings, *(loaded.policies[name].findings if name == "feed" else ())]) == ""
+    files = FILE.findall(bad)
+    name = files[-1][0] if "/" in files[-1][0] or files[-1][0] == "traffic.yaml" else "feed.yaml"
+    assert render(load(tmp_path, bad, [*files[:-1], (name, re.search(r"```yaml\n(.*?)```", good, re.DOTALL)[1])])) == ""
 
 
 @pytest.mark.parametrize("code", sorted(RULES))

@@ -1,0 +1,434 @@
+"""Traffic, experiments and policies together: the checks that need more than one file, and the traffic that is served.
+
+A function of (files, plans, what runs now, the wall clock). An experiment is live iff its file and all its arms are; a
+bad edit leaves what runs as it was, with its own plans, as a whole. Slots belong first to what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from app.policies.assign import Arm, Experiment, Holdout, Layer, Traffic, overlay
+from app.policies.diagnostics import Diagnostic, Findings, Span, listing, suggest
+from app.policies.experiment_file import ArmDraft, ExperimentDraft, read_experiment
+from app.policies.plan import Plan
+from app.policies.source import Source
+from app.policies.traffic import DEFAULT, FILE, HoldoutDraft, LayerDraft, TrafficDraft, read_traffic
+from app.policies.values import Given
+
+CARRY_OVER_S = 24 * 3600.0
+"""How long a stopped experiment keeps its slots, so that the next one does not inherit its users' habits."""
+OLD_S = 90 * 24 * 3600.0
+
+Standing = Literal["live", "stale", "rejected"]
+_RUNS = ("running", "paused")
+
+
+class Policies(NamedTuple):
+    """The policies that traffic may name. plans: those that can be served · abstract, broken: those that cannot ·
+    stale: those whose plan is older than their file."""
+
+    plans: Mapping[str, Plan]
+    abstract: Collection[str] = ()
+    broken: Collection[str] = ()
+    stale: Collection[str] = ()
+
+
+class Loaded(NamedTuple):
+    """One experiment file. live: served as written · stale: an older version is served · rejected: none is."""
+
+    standing: Standing
+    findings: tuple[Diagnostic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficSet:
+    """What traffic.yaml and experiments/ give. default: a name that may have no plan · experiments: by name, for the
+    status · findings: of all these files."""
+
+    default: str
+    traffic: Traffic
+    experiments: Mapping[str, Loaded]
+    findings: tuple[Diagnostic, ...]
+
+
+def load_traffic(
+    traffic: Source | None,
+    experiments: Mapping[str, Source],
+    policies: Policies,
+    now: float,
+    previous: Traffic | None = None,
+) -> TrafficSet:
+    """Read, check and bind. Never raises for what files say.
+
+    experiments: files by name · now: wall-clock seconds · previous: the traffic that runs, under the same contract.
+    """
+    lines = {source.file: source.lines() for source in [traffic, *experiments.values()] if source}
+    found = Findings(lambda file: lines.get(file, []))
+    draft = read_traffic(traffic, found) if traffic else TrafficDraft(Span(f"policies/{FILE}", 1, 1, 2))
+    checks = _Checks(policies, found, now, previous)
+    draft = checks.traffic(draft, traffic.file if traffic else "")
+    standings: dict[str, Standing] = {}
+    chosen: list[Experiment] = []
+    drafts = {name: read_experiment(name, source, found) for name, source in experiments.items()}
+    checks.alone(draft, drafts)
+    for name in sorted(drafts, key=lambda one: (checks.claim(one, drafts[one]), one)):
+        experiment = checks.bound(drafts[name], draft, experiments[name].file, chosen)
+        kept = checks.kept(name, draft, chosen) if experiment is None else None
+        standings[name] = "live" if experiment else "stale" if kept else "rejected"
+        chosen += [one for one in (experiment, kept) if one is not None]
+    default = draft.default.value if draft.default else DEFAULT
+    every = tuple(found)
+    files = {name: tuple(one for one in every if one.span.file == source.file) for name, source in experiments.items()}
+    return TrafficSet(
+        default,
+        _assemble(draft, policies.plans.get(default), chosen, policies.plans),
+        {name: Loaded(standings[name], files[name]) for name in sorted(standings)},
+        every,
+    )
+
+
+def _assemble(
+    draft: TrafficDraft, default: Plan | None, chosen: list[Experiment], plans: Mapping[str, Plan]
+) -> Traffic:
+    """Layers that choose the policy come first, so that parameters of other layers are laid over their choice."""
+    layers = [
+        Layer(
+            one.name.value,
+            one.salt.value,
+            one.unit.value,
+            one.surfaces,
+            None if one.params is None else tuple(one.params),
+            tuple(each for each in chosen if each.layer == one.name.value),
+        )
+        for one in draft.layers.values()
+    ]
+    held = draft.holdout
+    plan = plans.get(held.policy.value) if held else None
+    holdout = Holdout(held.slots, held.salt.value, draft.unit, plan) if held and plan else None
+    return Traffic(default, holdout, tuple(sorted(layers, key=lambda one: one.params is not None)))
+
+
+@dataclass
+class _Checks:
+    """The findings of one load."""
+
+    policies: Policies
+    found: Findings
+    now: float
+    previous: Traffic | None
+    void: bool = False
+    """traffic.yaml has errors and nothing ran before: there are no layers, and no experiment is to blame for it."""
+
+    def faulty(self, file: str) -> bool:
+        return any(one.span.file == file for one in self.found.errors)
+
+    def runs(self, name: str) -> bool:
+        """Whether an experiment is among those that run now."""
+        old = self.previous.experiments.get(name) if self.previous else None
+        return old is not None and old.state in _RUNS
+
+    def claim(self, name: str, draft: ExperimentDraft | None) -> int:
+        """Who has a right to slots before whom: what runs where it was, what runs and moves, everything else."""
+        old = self.previous.experiments.get(name) if self.previous else None
+        if old is None or old.state not in _RUNS:
+            return 2
+        return int(draft is not None and draft.slots.value != old.slots)
+
+    # ---- traffic.yaml ------------------------------------------------------------------------------------------------
+
+    def traffic(self, draft: TrafficDraft, file: str) -> TrafficDraft:
+        """The draft to serve: that of the file, or of what runs where the file is bad."""
+        for given in (draft.default, draft.holdout.policy if draft.holdout else None):
+            if given is not None:
+                self.policy(given, "name a policy that extends it", missing=given is not draft.default)
+        self.layers(draft)
+        if self.previous is not None:
+            self.moved(draft, self.previous)
+        if not self.faulty(file):
+            return draft
+        self.void = self.previous is None
+        return _draft_of(self.previous, draft) if self.previous else replace(draft, holdout=None, layers={})
+
+    def moved(self, draft: TrafficDraft, previous: Traffic) -> None:
+        """E008 for a layer: its salt and unit place the users of everything that runs in it."""
+        for old in previous.layers:
+            new = draft.layers.get(old.name)
+            if new is None or not any(one.state in _RUNS for one in old.experiments):
+                continue
+            for was, given, what in ((old.salt, new.salt, "salt"), (old.unit, new.unit, "unit")):
+                if given.value != was:
+                    message = f"the {what} of layer {old.name} changed while experiments of it run"
+                    hint = f"it is `{was}` now; end them first, or make a new layer"
+                    self.found.add("E008", given.span, message, hint)
+
+    def layers(self, draft: TrafficDraft) -> None:
+        """E006 and E007 among layers and the holdout."""
+        salts = {draft.holdout.salt.value: "the holdout"} if draft.holdout else {}
+        owners: dict[str, str] = {}
+        chooser: dict[str, str] = {}
+        for name, layer in draft.layers.items():
+            if layer.salt.value in salts:
+                hint = "two shares with one salt fall on the same users"
+                self.found.add("E007", layer.salt.span, f"{salts[layer.salt.value]} has this salt, too", hint)
+            salts.setdefault(layer.salt.value, f"layer {name}")
+            for param, span in (layer.params or {}).items():
+                if param in owners:
+                    self.found.add("E006", span, f"param `{param}` belongs to layer {owners[param]}, too")
+                owners.setdefault(param, name)
+            if layer.params is None:
+                self.chooser(layer, chooser)
+
+    def chooser(self, layer: LayerDraft, taken: dict[str, str]) -> None:
+        """At most one layer chooses the policy of a request."""
+        mine = layer.surfaces or ("",)
+        clash = next((taken[one] for one in taken if not one or one in mine or mine == ("",)), None)
+        if clash is not None:
+            hint = "give them surfaces that do not meet, or let one of them set `params` only"
+            self.found.add("E006", layer.name.span, f"the policy belongs to layer {clash}, too", hint)
+        taken |= {one: layer.name.value for one in mine if one not in taken}
+
+    # ---- one experiment ----------------------------------------------------------------------------------------------
+
+    def alone(self, draft: TrafficDraft, experiments: Mapping[str, ExperimentDraft | None]) -> None:
+        """E005 and E007: salts over all files, those that run among them."""
+        layers = {layer.salt.value: f"layer {name}" for name, layer in draft.layers.items()}
+        if draft.holdout:
+            layers[draft.holdout.salt.value] = "the holdout"
+        before = self.previous.experiments if self.previous else {}
+        salts = {one.salt: name for name, one in before.items() if name not in experiments or self.runs(name)}
+        hint = "salts are never used again: write a new one"
+        for name in sorted(experiments, key=lambda one: (not self.runs(one), one)):
+            one = experiments[name]
+            if one is None:
+                continue
+            owner = salts.setdefault(one.salt.value, name)
+            if one.salt.value in layers:
+                why = "every unit of its slots would get the same arm"
+                self.found.add("E007", one.salt.span, f"{layers[one.salt.value]} has this salt, too", why)
+            elif owner != name:
+                self.found.add("E005", one.salt.span, f"experiment {owner} has this salt, too", hint)
+
+    def bound(
+        self, one: ExperimentDraft | None, draft: TrafficDraft, file: str, chosen: list[Experiment]
+    ) -> Experiment | None:
+        """The experiment with its plans; None where something about it is wrong, or an arm's policy is stale while an
+        older version of the whole runs."""
+        if one is None or self.void:
+            return None
+        layer = draft.layers.get(one.layer.value)
+        if layer is None:
+            hint = suggest(one.layer.value, draft.layers) or f"layers of {FILE}: {', '.join(draft.layers) or 'none'}"
+            self.found.add("S011", one.layer.span, f"there is no layer `{one.layer.value}`", hint)
+            return None
+        if one.unit is not None and one.unit.value != layer.unit.value:
+            hint = f"layer {layer.name.value} hashes `{layer.unit.value}`; all its experiments must"
+            self.found.add("E012", one.unit.span, f"this experiment hashes `{one.unit.value}`", hint)
+        arms = self.arms(one, layer, draft)
+        made = self.made(one, arms)
+        self.slots(one, chosen)
+        old = self.previous.experiments.get(one.name) if self.previous else None
+        if old is not None:
+            self.change(old, one, made)
+        self.age(one)
+        stale = old is not None and any(
+            arm.policy and arm.policy.value in self.policies.stale for arm in one.arms.value
+        )
+        return None if self.faulty(file) or stale else made
+
+    def made(self, one: ExperimentDraft, arms: tuple[Arm, ...]) -> Experiment:
+        return Experiment(
+            name=one.name,
+            layer=one.layer.value,
+            slots=one.slots.value,
+            state=one.state,
+            salt=one.salt.value,
+            where=one.where.value if one.where else None,
+            arms=arms,
+            ramp=tuple(step.value for step in one.ramp),
+            guards=one.guards,
+        )
+
+    def kept(self, name: str, draft: TrafficDraft, chosen: list[Experiment]) -> Experiment | None:
+        """The version that runs, where its layer is still there and its slots are free."""
+        old = self.previous.experiments.get(name) if self.previous else None
+        if old is None or old.layer not in draft.layers:
+            return None
+        return None if any(_meet(old.layer, old.slots, other) for other in chosen) else old
+
+    def slots(self, one: ExperimentDraft, chosen: list[Experiment]) -> None:
+        """E003: against everything that has its slots already."""
+        if self.freed(one):
+            return
+        for other in chosen:
+            if not _meet(one.layer.value, one.slots.value, other):
+                continue
+            first, end = other.slots
+            message = f"the slots meet those of experiment {other.name}, [{first}, {end})"
+            hint = "slots are half-open: the next experiment may start where one ends"
+            if other.state == "stopped":
+                hint = "a stopped experiment keeps its slots until 24 h after `stopped_at`, or while its file is there"
+            self.found.add("E003", one.slots.span, message, hint)
+
+    def freed(self, one: ExperimentDraft) -> bool:
+        return one.state == "stopped" and one.stopped_at is not None and self.now >= one.stopped_at + CARRY_OVER_S
+
+    def age(self, one: ExperimentDraft) -> None:
+        """W102."""
+        if one.state == "running" and one.ramp and self.now - one.ramp[0].value.since > OLD_S:
+            days = int((self.now - one.ramp[0].value.since) / 86_400)
+            self.found.add("W102", one.ramp[0].span, f"the experiment began {days} days ago", "decide it, then stop it")
+
+    # ---- against what runs -------------------------------------------------------------------------------------------
+
+    def change(self, old: Experiment, one: ExperimentDraft, new: Experiment) -> None:
+        """E008, E009, W103: what would move people between arms, or out of them."""
+        if old.state not in _RUNS or new.state not in _RUNS or old.salt != new.salt:
+            return
+        was, now = old.coverage(self.now), new.coverage(self.now)
+        if now < was and one.ramp:
+            message = f"the coverage goes down from {was / 10_000:g}% to {now / 10_000:g}%"
+            self.found.add("E009", one.ramp[0].span, message, "units leave their arms")
+        changes = [
+            (old.layer != new.layer, one.layer.span, "the layer"),
+            (old.slots != new.slots, one.slots.span, "the slots"),
+            (_text(old) != _text(new), one.where.span if one.where else one.start, "`where`"),
+            (_weights(old.arms) != _weights(new.arms), one.arms.span, "arms, their order or weights"),
+        ]
+        for changed, span, what in changes:
+            if not changed:
+                continue
+            if one.allow_reassign is not None and one.allow_reassign.value:
+                message = f"{what} changed while the experiment runs; `allow_reassign` lets people change arms"
+                self.found.add("W103", one.allow_reassign.span, message, "results from before and after do not mix")
+            else:
+                hint = "give it a new salt, or leave it as it runs; `allow_reassign: true` accepts a biased result"
+                self.found.add("E008", span, f"{what} changed while the experiment runs under salt {old.salt}", hint)
+
+    # ---- arms --------------------------------------------------------------------------------------------------------
+
+    def policy(self, given: Given[str], hint: str, *, missing: bool = True) -> Plan | None:
+        """The plan of a policy: E002. missing: whether a policy with errors of its own is reported here, too."""
+        name, known = given.value, [*self.policies.plans, *self.policies.broken, *self.policies.abstract]
+        if name in self.policies.plans:
+            return self.policies.plans[name]
+        if name in self.policies.abstract:
+            self.found.add("E002", given.span, f"policy `{name}` is abstract", hint)
+        elif name not in known:
+            hint = suggest(name, known) or f"policies: {', '.join(sorted(known))}"
+            self.found.add("E002", given.span, f"unknown policy `{name}`", hint)
+        elif missing:
+            self.found.add(
+                "E002", given.span, f"policy `{name}` has errors", "an experiment is live iff all its arms are"
+            )
+        return None
+
+    def arms(self, one: ExperimentDraft, layer: LayerDraft, draft: TrafficDraft) -> tuple[Arm, ...]:
+        """The arms with home ranges and plans; E002, E004, E006, W101."""
+        arms, at = list[Arm](), 0
+        for arm in one.arms.value:
+            home = (at, at + arm.weight.value)
+            at = home[1]
+            params = {name: given.value for name, (_, given) in arm.params.items()}
+            plan = self.plan(arm, layer, draft)
+            arms.append(Arm(arm.name.value, arm.weight.value, home, plan, params))
+        structures = {arm.plan.structure.id for arm in arms if arm.plan is not None}
+        if len(structures) > 1:
+            message = (
+                f"the arms need {len(structures)} structures: {len(structures) - 1} more selection launches a step"
+            )
+            self.found.add("W101", one.arms.span, message, "arms that differ in parameters and widths share one")
+        return tuple(arms)
+
+    def plan(self, arm: ArmDraft, layer: LayerDraft, draft: TrafficDraft) -> Plan | None:
+        if layer.params is not None:
+            self.overlays(arm, layer)
+            return None
+        if arm.policy is None:
+            hint = f"layer {layer.name.value} chooses the policy"
+            self.found.add("S009", arm.name.span, "`policy` is missing", hint)
+            return None
+        owners = {param: name for name, other in draft.layers.items() for param in other.params or ()}
+        for param, (span, _) in arm.params.items():
+            if param in owners:
+                self.found.add("E006", span, f"param `{param}` belongs to layer {owners[param]}")
+        plan = self.policy(arm.policy, "an arm serves; name a policy that extends it")
+        if plan is None or not all(self.fits(plan, param, *given) for param, given in arm.params.items()):
+            return None
+        return overlay(plan, {param: given.value for param, (_, given) in arm.params.items()})
+
+    def overlays(self, arm: ArmDraft, layer: LayerDraft) -> None:
+        """An arm of a layer that only sets parameters: each must fit every policy that it may be laid over."""
+        name = layer.name.value
+        if arm.policy is not None:
+            hint = f"layer {name} sets parameters only; remove its `params` to let it choose the policy"
+            self.found.add("E006", arm.policy.span, "the policy belongs to another layer", hint)
+        for param, (span, given) in arm.params.items():
+            if param not in (layer.params or ()):
+                hint = f"it may set {listing(layer.params or ())}"
+                self.found.add("E006", span, f"param `{param}` does not belong to layer {name}", hint)
+                continue
+            having = [plan for plan in self.policies.plans.values() if _range(plan, param) is not None]
+            using = [plan for plan in having if param in plan.structure.params]
+            if not having:
+                self.found.add("T001", span, f"no policy has a parameter `{param}`")
+            for plan in sorted(using or having, key=lambda one: one.policy):
+                if not self.fits(plan, param, span, given):
+                    break
+
+    def fits(self, plan: Plan, param: str, span: Span, given: Given[float]) -> bool:
+        """Whether a plan's parameter can take a value: T001, E004."""
+        ends = _range(plan, param)
+        if ends is None:
+            known = plan.structure.params
+            hint = suggest(param, known) or f"its parameters: {', '.join(known) or 'none'}"
+            self.found.add("T001", span, f"policy `{plan.policy}` has no parameter `{param}`", hint)
+        elif param not in plan.structure.params:
+            hint = "write a policy file with that value, and name it here"
+            self.found.add("E004", span, f"param `{param}` of `{plan.policy}` is part of its structure", hint)
+        elif not ends[0] <= given.value <= ends[1]:
+            message = f"param {param} is {given.value:g}; policy `{plan.policy}` allows {ends[0]:g} to {ends[1]:g}"
+            self.found.add("E004", given.span, message)
+        else:
+            return True
+        return False
+
+
+def _range(plan: Plan, param: str) -> tuple[float, float] | None:
+    table = plan.resolved["params"]
+    one = table.get(param) if isinstance(table, Mapping) else None
+    return (float(one["range"][0]), float(one["range"][1])) if one is not None else None
+
+
+def _meet(layer: str, slots: tuple[int, int], other: Experiment) -> bool:
+    return layer == other.layer and slots[0] < other.slots[1] and other.slots[0] < slots[1]
+
+
+def _text(one: Experiment) -> str:
+    return one.where.text if one.where else ""
+
+
+def _weights(arms: tuple[Arm, ...]) -> list[tuple[str, int]]:
+    return [(arm.name, arm.weight) for arm in arms]
+
+
+def _draft_of(traffic: Traffic, bad: TrafficDraft) -> TrafficDraft:
+    """What runs, as if it had been read."""
+    here = bad.start
+    layers = {
+        one.name: LayerDraft(
+            Given(one.name, here),
+            Given(one.salt, here),
+            Given(one.unit, here),
+            one.surfaces,
+            None if one.params is None else dict.fromkeys(one.params, here),
+        )
+        for one in traffic.layers
+    }
+    held = traffic.holdout
+    holdout = HoldoutDraft(held.slots, Given(held.salt, here), Given(held.plan.policy, here)) if held else None
+    default = Given(traffic.default.policy, here) if traffic.default else bad.default
+    unit = held.unit if held else bad.unit
+    return replace(bad, default=default, unit=unit, holdout=holdout, layers=layers)
