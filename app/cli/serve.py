@@ -14,6 +14,7 @@ import typer
 from app.api import server
 from app.cli import loop
 from app.cli.compose import Device, Overrides, Service, compose
+from app.runtime.logs import route_stdlib
 
 
 def serve(
@@ -25,6 +26,7 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT. Bad artifacts do not end the server: it stays alive, not ready, and says why."""
     service = compose(root, Overrides(host, port, admin_port, device), sys.stdout.buffer, tolerant=True)
+    route_stdlib(service.log)  # uvicorn's and asyncio's own warnings, as lines of the same log
     loop.run(run(service, root))
 
 
