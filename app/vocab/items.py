@@ -35,6 +35,12 @@ class Strings:
         """One string."""
         return self.raw(i).decode()
 
+    def many(self, items: npt.NDArray[np.int64]) -> list[str]:
+        """Some strings, by numbers that are not below 0."""
+        bounds = zip(self.start[items].tolist(), self.start[items + 1].tolist(), strict=True)
+        text = self.text.data
+        return [str(text[low:high], "utf-8") for low, high in bounds]
+
     def blocks(self) -> Iterator[list[bytes]]:
         """All strings in order, some thousands at a time."""
         for begin in range(0, len(self), BLOCK):

@@ -58,8 +58,11 @@ class Vocab:
         return self.names.strings.get(item)
 
     def ids(self, items: npt.ArrayLike) -> list[str]:
-        """The ids of items."""
-        return [self.id(item) for item in np.asarray(items, np.int64).tolist()]
+        """The ids of items. Raises IndexError for a number that is no item."""
+        numbers = np.asarray(items, np.int64)
+        if len(numbers) and numbers.min() < 0:
+            raise IndexError(f"{numbers.min()} is no item number")
+        return self.names.strings.many(numbers)
 
     def leaf_range(self, leaves: npt.ArrayLike) -> tuple[Numbers64, Numbers64]:
         """The items of leaves (numbers 0..leaves-1 = node - level_start[L]) as ranges (low [n], high [n]) int64."""
@@ -89,6 +92,9 @@ class Vocab:
         nodes = nodes[count == self.leaf_items[nodes + 1] - self.leaf_items[nodes]] + start[-2]
         levels = [nodes]
         for depth in range(self.trie.steps - 1, 0, -1):
+            if not len(nodes):  # nothing dead below, nothing dead above: the usual case
+                levels.append(nodes)
+                continue
             children = self.trie.first[start[depth] : start[depth + 1] + 1]
             parents, count = _distinct(_containing(children, nodes - 1))
             nodes = parents[count == children[parents + 1] - children[parents]] + start[depth]

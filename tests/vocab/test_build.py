@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import Rejected
-from app.vocab.build import residual_kmeans
+from app.vocab.build import _match, residual_kmeans
 
 
 def unique(codes: np.ndarray) -> bool:
@@ -74,3 +74,18 @@ def test_refusals(points: np.ndarray, sizes: tuple[int, ...], code: str, locatio
     with pytest.raises(Rejected) as caught:
         residual_kmeans(points, sizes)
     assert (caught.value.code, caught.value.location) == (code, location)
+
+
+@given(data=st.data(), room=st.integers(1, 3), codes=st.integers(1, 5))
+def test_full_codes_turn_away_the_farther_items_as_taking_the_nearest_pairs_first_does(
+    data: st.DataObject, room: int, codes: int
+) -> None:
+    rows = data.draw(st.integers(1, room * codes))
+    pairs = data.draw(st.permutations(range(rows * codes)))
+    distance = np.array(pairs, np.float32).reshape(rows, codes)
+    taken: dict[int, int] = {}
+    for place in np.argsort(distance, axis=None).tolist():
+        row, code = divmod(place, codes)
+        if row not in taken and sum(other == code for other in taken.values()) < room:
+            taken[row] = code
+    assert _match(distance.copy(), room).tolist() == [taken[row] for row in range(rows)]

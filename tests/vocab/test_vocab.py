@@ -36,7 +36,10 @@ def test_ids_are_found_byte_for_byte() -> None:
 
 def test_a_number_that_is_no_item_is_an_error_and_not_the_last_item() -> None:
     vocab = vocab_of(FILMS, (2, 2))
-    for call in (lambda: vocab.sids([0, -1]), lambda: vocab.id(-1), lambda: vocab.id(5), lambda: vocab.sids([5])):
+    for call in (
+        lambda: vocab.sids([0, -1]), lambda: vocab.sids([5]), lambda: vocab.id(-1), lambda: vocab.id(5),
+        lambda: vocab.ids([0, -1]), lambda: vocab.ids([5]),
+    ):  # fmt: skip
         with pytest.raises(IndexError):
             call()
 
