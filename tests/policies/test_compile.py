@@ -225,8 +225,10 @@ def test_two_hundred_policies_over_one_parent_compile_within_a_second():
 # ---- fuzzing -------------------------------------------------------------------------------------------------------
 
 GOOD = [EVERYTHING_WRONG, *(path.read_text() for path in SHIPPED)]
-PIECES = ["[", "]", "{", "}", ": ", "\n", "  ", "\t", "- ", "#", "'", '"', "|", ">", "!", "&a ", "*a", "<<: ", "é", "\x00",
-          "0x1", "1e999", "none", "~", "%", "---\n", "lambda", "**", "(", ")", ",", "\ufeff", "\u2028", "\\"]  # fmt: skip
+PIECES = [
+    "[", "]", "{", "}", ": ", "\n", "  ", "\t", "- ", "#", "'", '"', "|", ">", "!", "&a ", "*a", "<<: ", "é", "\x00",
+    "0x1", "1e999", "none", "~", "%", "---\n", "lambda", "**", "(", ")", ",", "\ufeff", "\u2028", "\\",
+]  # fmt: skip
 
 
 def survives(data: bytes) -> None:

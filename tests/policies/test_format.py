@@ -14,7 +14,7 @@ from tests.policies.test_compile import GOOD, PIECES
 
 UGLY = """\
 # the top comment
-widebeam: 1   
+widebeam: 1{blanks}
 extends: base\r
 steps:
   all:
@@ -26,7 +26,7 @@ steps:
   last: {select: top( ), normalize: full}
 
 
-"""
+""".replace("{blanks}", "   ")
 NEAT = """\
 # the top comment
 widebeam: 1

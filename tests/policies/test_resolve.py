@@ -24,7 +24,8 @@ def phases(text: str, phase: str, **others: str) -> list[object]:
 
 
 def test_a_number_wins_over_first_and_last_and_these_over_all():
-    text = "widebeam: 1\nsteps: {all: {score: logp}, first: {score: 1 * logp}, last: {score: 2 * logp}, 3: {score: 3 * logp}}\n"
+    steps = "all: {score: logp}, first: {score: 1 * logp}, last: {score: 2 * logp}, 3: {score: 3 * logp}"
+    text = f"widebeam: 1\nsteps: {{{steps}}}\n"
     assert phases(text, "score") == ["1 * logp", "logp", "3 * logp"]
 
 

@@ -25,8 +25,8 @@ def test_whole_numbers_are_decimal_digits(text, value):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("0.5", 0.5), ("-3", -3.0), ("1e-6", 1e-6), ("2E+3", 2000.0), (".5", None), ("5.", None), ("1e", None), ("nan", None),
-     (".inf", None), ("1e31", None), ("1e999", None), ("-1e999", None), ("0x1p3", None), ("00.5", None)],
+    [("0.5", 0.5), ("-3", -3.0), ("1e-6", 1e-6), ("2E+3", 2000.0), (".5", None), ("5.", None), ("1e", None),
+     ("nan", None), (".inf", None), ("1e31", None), ("1e999", None), ("-1e999", None), ("0x1p3", None), ("00.5", None)],
 )  # fmt: skip
 def test_numbers_are_finite_decimals(text, value):
     found = Findings(lambda _: ())
