@@ -58,7 +58,7 @@ class Facts(NamedTuple):
         """The value of a unit field: `user_id`, `request_id`, `device_id` (of `ctx`) or `ctx.NAME`."""
         if name == "user_id":
             return self.user_id
-        return self.request_id if name == "request_id" else self.ctx.get(name.removeprefix("ctx."))
+        return self.request_id if name == "request_id" else self.ctx.get(name.removeprefix("ctx.")) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +286,13 @@ def _held_out(traffic: Traffic, facts: Facts, killed: Collection[str]) -> Assign
     unit = facts.unit(held.unit) if held is not None else None
     if held is None or unit is None or slot(held.salt, unit) >= held.slots:
         return None
-    plan = traffic.default if held.plan.policy in killed else held.plan
+    plan = traffic.default if _killed(held.plan, traffic, killed) else held.plan
     return Assignment(plan, (Decision("", HOLDOUT, unit, None, HOLDOUT, "holdout"),))
+
+
+def _killed(plan: Plan, traffic: Traffic, killed: Collection[str]) -> bool:
+    """The default policy cannot be killed: there would be nothing in its place."""
+    return plan.policy in killed and (traffic.default is None or plan.policy != traffic.default.policy)
 
 
 def _forced(layer: Layer, unit: str | None, forced: Mapping[str, str]) -> Choice | None:
@@ -332,7 +337,7 @@ def _serve(
     if one.name in killed:
         arm = one.arm(CONTROL) or arm
         decision = decision._replace(arm=arm.name, reason="killed")
-    if arm.plan is not None and arm.plan.policy in killed:
+    if arm.plan is not None and _killed(arm.plan, traffic, killed):
         return plan, decision._replace(arm=DEFAULT_ARM, reason="killed")
     if not set(arm.params) <= set((arm.plan or plan).structure.params):  # a forced arm under another policy
         return plan, decision._replace(arm=DEFAULT_ARM, reason="params")
