@@ -62,7 +62,7 @@ class Recommend:
             raise errors.NotAcceptable("answers come as application/json or application/msgpack")
         spoken = media.body_media(media.header(headers, b"content-type"))
         if spoken is None:
-            raise errors.UnsupportedMedia("send application/json or application/msgpack")
+            raise errors.UnsupportedMedia("Content-Type must be application/json or application/msgpack")
         data = await read(request.receive)
         received = self._clock()
         body = self._decoders[spoken].decode(data)

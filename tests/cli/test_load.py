@@ -52,7 +52,7 @@ async def test_a_stalled_server_is_charged_from_the_intended_time():
         result = await running
     assert result.connections == 2
     assert result.answered == len(times)
-    assert result.latency_ms["max"] > 500
+    assert result.latency_ms["p50"] > 200  # all of them, not only the 2 that were out, waited for the stall to end
     assert result.late_ms["max"] > 100  # 2 connections: the others could not leave when they should have
 
 
