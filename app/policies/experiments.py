@@ -72,13 +72,17 @@ def load_traffic(
     draft = checks.traffic(draft, traffic.file if traffic else "")
     standings: dict[str, Standing] = {}
     chosen: list[Experiment] = []
+    claims: list[Experiment] = []
     drafts = {name: read_experiment(name, source, found) for name, source in experiments.items()}
     checks.alone(draft, drafts)
     for name in sorted(drafts, key=lambda one: (checks.claim(one, drafts[one]), one)):
-        experiment = checks.bound(drafts[name], draft, experiments[name].file, chosen)
-        kept = checks.kept(name, draft, chosen) if experiment is None else None
+        experiment = checks.bound(drafts[name], draft, experiments[name].file, claims)
+        kept = checks.kept(name, draft, claims) if experiment is None else None
         standings[name] = "live" if experiment else "stale" if kept else "rejected"
         chosen += [one for one in (experiment, kept) if one is not None]
+        if experiment is not None and not checks.freed(drafts[name]):
+            claims.append(experiment)
+        claims += [kept] if kept is not None else []
     default = draft.default.value if draft.default else DEFAULT
     every = tuple(found)
     files = {name: tuple(one for one in every if one.span.file == source.file) for name, source in experiments.items()}
@@ -212,7 +216,7 @@ class _Checks:
                 self.found.add("E005", one.salt.span, f"experiment {owner} has this salt, too", hint)
 
     def bound(
-        self, one: ExperimentDraft | None, draft: TrafficDraft, file: str, chosen: list[Experiment]
+        self, one: ExperimentDraft | None, draft: TrafficDraft, file: str, claims: list[Experiment]
     ) -> Experiment | None:
         """The experiment with its plans; None where something about it is wrong, or an arm's policy is stale while an
         older version of the whole runs."""
@@ -228,14 +232,14 @@ class _Checks:
             self.found.add("E012", one.unit.span, f"this experiment hashes `{one.unit.value}`", hint)
         arms = self.arms(one, layer, draft)
         made = self.made(one, arms)
-        self.slots(one, chosen)
+        self.slots(one, claims)
         old = self.previous.experiments.get(one.name) if self.previous else None
         if old is not None:
             self.change(old, one, made)
         self.age(one)
-        stale = old is not None and any(
-            arm.policy and arm.policy.value in self.policies.stale for arm in one.arms.value
-        )
+        stale = any(arm.policy is not None and arm.policy.value in self.policies.stale for arm in one.arms.value)
+        if old is None or old.state != "running" or one.state != "running":
+            stale = False  # nothing keeps an experiment from being paused
         return None if self.faulty(file) or stale else made
 
     def made(self, one: ExperimentDraft, arms: tuple[Arm, ...]) -> Experiment:
@@ -251,18 +255,18 @@ class _Checks:
             guards=one.guards,
         )
 
-    def kept(self, name: str, draft: TrafficDraft, chosen: list[Experiment]) -> Experiment | None:
+    def kept(self, name: str, draft: TrafficDraft, claims: list[Experiment]) -> Experiment | None:
         """The version that runs, where its layer is still there and its slots are free."""
         old = self.previous.experiments.get(name) if self.previous else None
         if old is None or old.layer not in draft.layers:
             return None
-        return None if any(_meet(old.layer, old.slots, other) for other in chosen) else old
+        return None if any(_meet(old.layer, old.slots, other) for other in claims) else old
 
-    def slots(self, one: ExperimentDraft, chosen: list[Experiment]) -> None:
+    def slots(self, one: ExperimentDraft, claims: list[Experiment]) -> None:
         """E003: against everything that has its slots already."""
         if self.freed(one):
             return
-        for other in chosen:
+        for other in claims:
             if not _meet(one.layer.value, one.slots.value, other):
                 continue
             first, end = other.slots
@@ -272,7 +276,10 @@ class _Checks:
                 hint = "a stopped experiment keeps its slots until 24 h after `stopped_at`, or while its file is there"
             self.found.add("E003", one.slots.span, message, hint)
 
-    def freed(self, one: ExperimentDraft) -> bool:
+    def freed(self, one: ExperimentDraft | None) -> bool:
+        """Whether an experiment was stopped so long ago that its slots are free."""
+        if one is None:
+            return False
         return one.state == "stopped" and one.stopped_at is not None and self.now >= one.stopped_at + CARRY_OVER_S
 
     def age(self, one: ExperimentDraft) -> None:
