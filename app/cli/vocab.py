@@ -23,7 +23,7 @@ from app.vocab.formats import FORMATS, jsonl
 from app.vocab.formats.source import Source
 from app.vocab.items import Table
 from app.vocab.manifest import FILE, Kind, versions
-from app.vocab.publish import Published, check_free, next_version
+from app.vocab.publish import check_free, next_version
 from app.vocab.table import read_table, table_of
 from app.vocab.vocab import Vocab
 
@@ -82,8 +82,8 @@ def import_(
         raise typer.BadParameter("only `nvidia-jsonl` and `xllm` hold token ids", param_hint="--sid-tokens")
     sid = read_deployment(root).sid
     name = new_version(root, "vocab", version)
-    table = read_table(format_, Source(src, sid, ids, sid_tokens))
-    _publish(table, sid.sizes, root, name, requires_weights, as_json)
+    source = Source(src, sid, ids, sid_tokens)
+    _publish(read_table(format_, source), sid.sizes, root, name, requires_weights, as_json)
 
 
 @app.command()
@@ -210,7 +210,8 @@ def _publish(
 ) -> None:
     requires: Mapping[Kind, list[str]] = {"weights": weights} if weights else {}
     published = save_vocab(table, sizes, root, name, made_by=made_by(), requires=requires)
-    report = inspection.inspect(_load(published))
+    del table  # before the version is read back, as a server would read it: what was written is what is meant
+    report = inspection.inspect(open_vocab(published.directory))
     made = Made(*published[:3], str(published.directory), report.items, report.sids, report.warnings)
     if as_json:
         print_json(made._asdict())
@@ -218,11 +219,6 @@ def _publish(
         typer.echo(f"{made.directory}: {made.items} items on {made.sids} SIDs, digest {made.digest[:12]}")
     for warning in made.warnings:
         say(f"warning: {warning}")
-
-
-def _load(published: Published) -> Vocab:
-    """The new version as a server would read it: what was written is what is meant."""
-    return open_vocab(published.directory)
 
 
 def _print_difference(found: Difference) -> None:

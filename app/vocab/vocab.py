@@ -25,6 +25,8 @@ class Vocab:
 
     codes       [n, L] int32, the SID of each item
     leaf_items  [leaves + 1]: leaf l holds the items leaf_items[l] : leaf_items[l + 1]
+    leaf_of     [n], the leaf of each item
+    parent      [nodes], the node above each node; 0 for the root
     attributes  columns over item numbers by name
     """
 
@@ -34,6 +36,8 @@ class Vocab:
     trie: Trie
     codes: npt.NDArray[np.int32]
     leaf_items: npt.NDArray[Any]
+    leaf_of: npt.NDArray[Any]
+    parent: npt.NDArray[Any]
     names: Ids
     attributes: Columns
 
@@ -84,31 +88,22 @@ class Vocab:
         items [m] item numbers in any order, repeats and -1 allowed. Returns L ascending int64 arrays: element t - 1 has
         the nodes of depth t all of whose items are in the set.
         """
-        start = self.trie.level_start
+        # gathers through two arrays of parents: on 10 M items, searching the ranges instead takes three times as long
         chosen = np.sort(np.asarray(items, np.int64).ravel())
         chosen = _distinct(chosen[np.searchsorted(chosen, 0) :])[0]
-        leaves = chosen if len(self.leaf_items) == len(self) + 1 else _containing(self.leaf_items, chosen)
-        nodes, count = _distinct(leaves)
-        nodes = nodes[count == self.leaf_items[nodes + 1] - self.leaf_items[nodes]] + start[-2]
+        leaf_start = self.trie.level_start[-2]
+        leaves, count = _distinct(self.leaf_of[chosen])
+        nodes = leaves[count == self.leaf_items[leaves + 1] - self.leaf_items[leaves]] + leaf_start
         levels = [nodes]
-        for depth in range(self.trie.steps - 1, 0, -1):
-            if not len(nodes):  # nothing dead below, nothing dead above: the usual case
-                levels.append(nodes)
-                continue
-            children = self.trie.first[start[depth] : start[depth + 1] + 1]
-            parents, count = _distinct(_containing(children, nodes - 1))
-            nodes = parents[count == children[parents + 1] - children[parents]] + start[depth]
+        while len(levels) < self.trie.steps:
+            if len(nodes):  # nothing dead below, nothing dead above
+                parents, count = _distinct(self.parent[nodes])
+                nodes = parents[count == self.trie.first[parents + 1] - self.trie.first[parents]].astype(np.int64)
             levels.append(nodes)
         return tuple(reversed(levels))
 
 
-def _containing(bounds: npt.NDArray[Any], values: Numbers64) -> Numbers64:
-    """The range of ascending bounds that holds each value."""
-    # searched in the bounds' own dtype: with any other, NumPy would first convert the whole array
-    return np.searchsorted(bounds, values.astype(bounds.dtype), "right") - 1
-
-
-def _distinct(ordered: Numbers64) -> tuple[Numbers64, Numbers64]:
+def _distinct(ordered: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Numbers64]:
     """The different values of a sorted array and how often each occurs."""
     begin = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))[: len(ordered)])
     return ordered[begin], np.diff(begin, append=len(ordered))
@@ -139,4 +134,9 @@ def make_vocab(table: Table, sizes: Sequence[int], *, version: str = "", digest:
         raise Rejected(
             "duplicate_id", f"id {table.ids.get(twice[0])!r} is also in row {twice[0]}", location=f"row {twice[1]}"
         )
-    return Vocab(version, digest, tuple(sizes), trie, table.codes, leaf_items, names, dict(table.columns))
+    index = leaf_items.dtype
+    leaf_of = np.repeat(np.arange(len(leaf_items) - 1, dtype=index), np.diff(leaf_items))
+    parent = np.zeros(trie.nodes, index)
+    parent[1:] = np.repeat(np.arange(trie.nodes, dtype=index), np.diff(trie.first))
+    attributes = dict(table.columns)
+    return Vocab(version, digest, tuple(sizes), trie, table.codes, leaf_items, leaf_of, parent, names, attributes)
