@@ -1,0 +1,70 @@
+"""The causal depthwise convolution in front of the gated delta rule, over prompts and over beams' own windows.
+
+y_p = silu(sum_i w[:, i] * x_{p - J + 1 + i}), i = 0..J-1, with zeros in front of the first position. What a row needs
+of the positions before it are inputs, not outputs: they are kept in the slots of its ancestors and, for the prompt's
+last J - 1 positions, once per request.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def causal_convolution(x: Tensor, weight: Tensor, start: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Ragged prompts that lie end to end.
+
+    x         [T, D] float: the channels of all prompts
+    weight    [D, J]
+    start     [R + 1] int; position [T] int of each token in its prompt
+    Returns y [T, D] and the tails [R, J - 1, D]: each prompt's last inputs, oldest first, zeros where it is shorter.
+    """
+    size = weight.shape[1]
+    wide, kernel = x.float(), weight.float()
+    y = wide * kernel[:, -1]
+    for back in range(1, size):
+        seen = (position[back:] >= back).unsqueeze(1)
+        y[back:].addcmul_(wide[:-back].masked_fill(~seen, 0.0), kernel[:, size - 1 - back])
+    index = start[1:].long().unsqueeze(1) + torch.arange(1 - size, 0, device=x.device)
+    real = index >= start[:-1].unsqueeze(1)
+    tail = x[index.clamp(min=0)].masked_fill_(~real.unsqueeze(2), 0.0)
+    return functional.silu(y).to(x.dtype), tail
+
+
+def window_convolution(
+    x: Tensor,
+    weight: Tensor,
+    tail: Tensor,
+    slots: Tensor,
+    *,
+    request: Tensor,
+    ancestry: Tensor,
+    first: int = 0,
+    compact: bool = False,
+) -> Tensor:
+    """One new position a row: its own input, those of its ancestors, and the prompt's tail for what is left.
+
+    x         [N, D] float
+    weight    [D, J]
+    tail      [R, J - 1, D] of the rows' requests, as `causal_convolution` gives it
+    slots     [steps, rows, D]: slot (j, n) holds the input of row n of step j + 1
+    request   [N] int
+    ancestry  [N, t - 1] int; of its columns first..t-2 the newest J - 1 are read; entries of tombstones may be anything
+    compact   the ancestry is the identity: slots 0..N-1 are read in place
+    Returns y [N, D].
+    """
+    n, size, columns = len(x), weight.shape[1], ancestry.shape[1]
+    own = range(max(first, columns - size + 1), columns)
+    kernel = weight.float()
+    y = x.float() * kernel[:, -1]
+    if not compact:
+        slot = ancestry.clamp(0, slots.shape[1] - 1)
+    for j in own:
+        earlier = slots[j, :n] if compact else slots[j].index_select(0, slot[:, j])
+        y.addcmul_(earlier.float(), kernel[:, size - 1 - (columns - j)])
+    older = size - 1 - len(own)
+    if older:
+        prompt = (tail[:, len(own) :].float() * kernel[:, :older].T).sum(1)
+        y += prompt.index_select(0, request)
+    return functional.silu(y).to(x.dtype)

@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from app.ops.gdn import chunked_delta_rule, plan_chunks
+from app.ops.gdn.reference import delta_rule
+from tests.ops.gdn.cases import Shape, tokens
+
+
+@pytest.mark.parametrize("size", [4, 16, 64])
+@pytest.mark.parametrize(
+    "shape", [Shape(2, 2, 8, 8), Shape(2, 6, 8, 12), Shape(1, 4, 16, 4)], ids=lambda s: "x".join(map(str, s))
+)
+def test_chunks_give_what_the_recurrence_gives(size, shape):
+    lengths = [17, 1, 64, 0, 4, 65, 130]
+    start = torch.tensor([0, *lengths]).cumsum(0)
+    x = tokens(sum(lengths), shape, seed=size)
+    o, state = chunked_delta_rule(*x, plan_chunks(start, size))
+    expected, states = delta_rule(x.q, x.k, x.v, x.alpha, x.beta, start, torch.float64)
+    assert state.dtype == torch.float32
+    torch.testing.assert_close(o.double(), expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(state.double(), states, atol=5e-6, rtol=1e-5)
+    assert not state[3].any(), "an empty prompt leaves an empty state"
+
+
+def test_strong_and_weak_decay_stay_finite():
+    shape, start = Shape(1, 2, 8, 8), torch.tensor([0, 200])
+    x = tokens(200, shape, seed=1)
+    log_alpha = torch.stack([torch.full((200,), -60.0), torch.full((200,), -1e-6)], 1)
+    o, state = chunked_delta_rule(x.q, x.k, x.v, log_alpha, x.beta, plan_chunks(start))
+    expected, states = delta_rule(x.q, x.k, x.v, log_alpha.exp(), x.beta, start, torch.float64)
+    torch.testing.assert_close(o.double(), expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(state.double(), states, atol=2e-5, rtol=1e-4)
+
+
+def test_a_prompt_full_of_nan_stays_alone():
+    shape, start = Shape(1, 2, 8, 8), torch.tensor([0, 5, 12, 20])
+    x = tokens(20, shape, seed=2)
+    alone, state = chunked_delta_rule(*x, plan_chunks(start, 8))
+    for tensor in x:
+        tensor[5:12] = torch.nan
+    o, other = chunked_delta_rule(*x, plan_chunks(start, 8))
+    keep = [*range(5), *range(12, 20)]
+    assert torch.equal(o[keep], alone[keep])
+    assert torch.equal(other[[0, 2]], state[[0, 2]])
+
+
+def test_a_plan_cuts_every_prompt_on_its_own():
+    plan = plan_chunks(torch.tensor([0, 5, 5, 9]), 4)
+    assert plan.token.tolist() == [[0, 1, 2, 3], [4, 4, 4, 4], [5, 6, 7, 8]]
+    assert plan.real.sum(1).tolist() == [4, 1, 4]
+    assert plan.place.tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11]
+    assert [(r.tolist(), b.tolist()) for r, b in plan.active] == [([0, 2], [0, 2]), ([0], [1])]
