@@ -1,0 +1,93 @@
+"""The kill switch: names of policies and experiments that must not serve. It works when everything else is broken.
+
+Two sources, which add up: the file policies/KILL (a name a line, `#` starts a comment, `*` = everything) and what an
+operator posted, kept under state/. Nothing is compiled and nothing else is read on this path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from app.errors import InvalidRequest
+from app.runtime import state_dir
+
+FILE: Final = "KILL"
+MAX_BYTES: Final = 64 * 1024
+MAX_NAMES: Final = 1000
+MAX_NAME: Final = 128
+
+
+class KillSwitch:
+    """What is killed now. `poll` reads the disk; a file that cannot be read changes nothing."""
+
+    def __init__(self, policies: Path, state: Path) -> None:
+        self._file, self._state = policies / FILE, state / state_dir.KILLED
+        self._listed: frozenset[str] = frozenset()
+        self._posted: frozenset[str] = frozenset()
+        self.poll()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Everything that is killed."""
+        return self._listed | self._posted
+
+    def poll(self) -> frozenset[str]:
+        """Read both sources again; the names now."""
+        listed = _read_list(self._file)
+        self._listed = self._listed if listed is None else listed
+        posted = _read_posted(self._state)
+        self._posted = self._posted if posted is None else posted
+        return self.names
+
+    def post(self, add: Iterable[str], remove: Iterable[str]) -> frozenset[str]:
+        """Kill and revive names, on the disk before it counts. Names that the KILL file lists stay killed.
+
+        Raises InvalidRequest for what cannot be a name, OSError where it cannot be kept.
+        """
+        posted = (self._posted | _checked(add)) - _checked(remove)
+        if len(posted) > MAX_NAMES:
+            raise InvalidRequest(f"more than {MAX_NAMES} names", path="$.kill")
+        state_dir.write(self._state, msgspec.json.encode(sorted(posted)) + b"\n")
+        self._posted = posted
+        return self.names
+
+    def document(self) -> list[dict[str, str]]:
+        """What is killed, and where that is said."""
+        both = [(name, f"policies/{FILE}") for name in self._listed]
+        both += [(name, f"state/{state_dir.KILLED}") for name in self._posted]
+        return [{"name": name, "by": by} for name, by in sorted(both)]
+
+
+def _checked(names: Iterable[str]) -> frozenset[str]:
+    found = frozenset(names)
+    bad = next((name for name in sorted(found) if not 1 <= len(name) <= MAX_NAME or not name.isprintable()), None)
+    if bad is not None:
+        raise InvalidRequest(f"{bad[:MAX_NAME]!r} is no name of a policy or experiment", path="$.kill")
+    return found
+
+
+def _read_list(file: Path) -> frozenset[str] | None:
+    """The names of a KILL file; empty where there is none, None where it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_BYTES).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return frozenset() if file.parent.is_dir() else None  # a folder that is being replaced revives nobody
+    except OSError:
+        return None
+    words = (line.partition("#")[0].strip() for line in text.splitlines())
+    return frozenset(word for word in words if word and len(word) <= MAX_NAME)
+
+
+def _read_posted(file: Path) -> frozenset[str] | None:
+    if not file.exists():
+        return frozenset()
+    data = state_dir.read(file)
+    try:
+        return None if data is None else frozenset(msgspec.json.decode(data, type=list[str]))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

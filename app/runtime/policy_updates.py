@@ -1,0 +1,197 @@
+"""Live policies: from an edited file to the snapshot that new requests are admitted on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from app.core import Contract
+from app.errors import NotReady
+from app.policies import load
+from app.policies.cache import Cache
+from app.policies.last_good import Kept
+from app.policies.source import Source
+from app.runtime import state_dir
+from app.runtime.background import Background
+from app.runtime.in_force import InForce, compiler, document, renew
+from app.runtime.logs import Log
+from app.runtime.metrics import Metrics
+from app.runtime.runtime import Runtime
+from app.runtime.snapshot import Snapshot
+from app.runtime.watch import Listing, scan, settled
+
+SHOWN: Final = "policies"
+QUIET_S: Final = 0.05
+PERIOD_S: Final = 2.0
+
+
+class PolicyUpdates:
+    """Watches one policy folder and swaps what it gives into the active snapshot. Event loop only.
+
+    composing  held by whoever makes the next snapshot out of the active one
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        state: Path,
+        runtime: Runtime,
+        composing: asyncio.Lock,
+        metrics: Metrics,
+        log: Log,
+        clock: Callable[[], float],
+    ) -> None:
+        self._directory, self._state_dir = root / SHOWN, state
+        self._runtime, self._composing = runtime, composing
+        self._metrics, self._log, self._clock = metrics, log, clock
+        self._background = Background("policies")
+        self._cache = Cache()
+        self._saved: Mapping[str, Kept] = state_dir.load_last_good(state)
+        self.in_force: InForce | None = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._background.close()
+
+    # ---- following the disk ------------------------------------------------------------------------------------
+
+    async def run(self, hint: asyncio.Event) -> None:
+        """Look after every hint, and every two seconds whatever hints say. A bug of ours is logged, and it goes on."""
+        while True:
+            try:
+                async with asyncio.timeout(PERIOD_S):
+                    await hint.wait()
+            except TimeoutError:
+                pass
+            hint.clear()
+            try:
+                await self.check()
+            except Exception as error:  # noqa: BLE001  the loop that repairs things must not end
+                self._log.error("policy_update_failed", exc_info=error)
+
+    async def check(self) -> bool:
+        """Bring what is in force up to the disk; False where the folder does not stand still."""
+        listing = await self._background.run(partial(scan, self._directory))
+        state = self.in_force
+        if state is not None and listing == state.listing and not state.pending:
+            self._show(state)
+            return True
+        return await self.reload(listing)
+
+    async def reload(self, listing: Listing | None = None) -> bool:
+        """Read and compile the folder now, changed or not. listing: a scan of this moment."""
+        read = partial(load.snapshot, shown=SHOWN)
+        found = await settled(self._directory, read, self._background, QUIET_S, listing)
+        if found is None:
+            return False
+        listing, folder = found
+        async with self._composing:
+            active = self._runtime.active
+            if active is not None:
+                await self._install(active, await self._renewed(active, folder, listing))
+        return True
+
+    def start(self, state: InForce) -> None:
+        """What the first snapshot was made with."""
+        self._remember(state)
+
+    async def for_contract(self, contract: Contract, prefixes: tuple[int, ...]) -> InForce:
+        """The folder in force, compiled for another contract or catalogue. `composing` is held by the caller."""
+        state = self._started()
+        return await self._background.run(
+            lambda: renew(state, state.disk, state.listing, compiler(contract, prefixes, self._cache), self._clock())
+        )
+
+    async def check_text(self, name: str, text: str) -> dict[str, object]:
+        """What a policy's text would give in this folder: nothing is installed."""
+        active, state = self._runtime.active, self._started()
+        if active is None:
+            raise NotReady("there is no contract to check against yet")
+        source = Source(f"{SHOWN}/{name}.yaml", text.encode("utf-8", "surrogatepass"))
+        folder = replace(state.folder, sources={**state.folder.sources, name: source})
+        compile_ = compiler(active.contract, active.trie.prefixes, Cache(), active.policies.traffic)
+        loaded = (await self._background.run(lambda: compile_(folder, {}))).policies[name]
+        return {
+            "ok": not loaded.errors,
+            "policy_id": loaded.plan.policy_id if loaded.plan else None,
+            "diagnostics": [one.data() for one in loaded.findings],
+        }
+
+    # ---- putting in force --------------------------------------------------------------------------------------
+
+    async def _renewed(self, active: Snapshot, folder: load.Folder, listing: Listing) -> InForce:
+        before, compile_ = (
+            self.in_force,
+            compiler(active.contract, active.trie.prefixes, self._cache, active.policies.traffic),
+        )
+        began = time.perf_counter()
+        state = await self._background.run(lambda: renew(before, folder, listing, compile_, self._clock(), self._saved))
+        self._metrics.policy_compile_seconds.observe(time.perf_counter() - began)
+        return state
+
+    async def _install(self, active: Snapshot, state: InForce) -> None:
+        """Try what is structurally new, then swap."""
+        if state.policies.id != active.policies.id:
+            known = {plan.structure.id for plan in active.policies.plans()}
+            new = [plan for plan in state.policies.plans() if plan.structure.id not in known]
+            failed = await self._runtime.warm(active.having(policies=state.policies), new)
+            if failed:
+                state = state.without(failed, self.in_force, self._clock())
+            if state.policies.id != active.policies.id and state.policies.plan(state.policies.default) is not None:
+                current = self._runtime.active or active  # somebody may have been killed meanwhile
+                self._runtime.swap(current.having(policies=state.policies), "policies")
+        self._remember(state)
+
+    def _remember(self, state: InForce) -> None:
+        before, self.in_force = self.in_force, state
+        self._show(state)
+        told = before.problems() if before else {}
+        for name, problem in state.problems().items():
+            if told.get(name) != problem:
+                self._log.error("policy_rejected", policy=name, diagnostics=problem)
+        if before is None or before.generation != state.generation:
+            ids = {plan.policy: plan.policy_id for plan in state.policies.plans()}
+            self._log.info("policies_live", generation=state.generation, default=state.policies.default, policies=ids)
+        try:
+            state_dir.save_last_good(self._state_dir, state.kept, self._saved)
+            self._saved = state.kept
+        except OSError as error:
+            self._log.warning("last_good_not_saved", reason=error.strerror)
+
+    def _show(self, state: InForce) -> None:
+        now = self._clock()
+        self._metrics.policy_reload_ok.set(state.ok)
+        self._metrics.policy_generation.set(state.generation)
+        self._metrics.policy_structures.set(len({plan.structure.id for plan in state.policies.plans()}))
+        live = {plan.policy: plan.policy_id for plan in state.policies.plans()}
+        self._metrics.policies(live, {name: now - since for name, since in state.bad.items()})
+
+    def _started(self) -> InForce:
+        if self.in_force is None:
+            raise NotReady("no policies have been read yet")
+        return self.in_force
+
+    # ---- saying so ---------------------------------------------------------------------------------------------
+
+    def status(self, killed: frozenset[str]) -> dict[str, object]:
+        """The status document's `policies` by name."""
+        return document(self.in_force, self._clock(), killed) if self.in_force else {}
+
+    def document(self, killed: frozenset[str]) -> dict[str, object]:
+        """The document of `GET /admin/v1/policies`."""
+        state = self._started()
+        return {
+            "generation": state.generation,
+            "loaded_at": state.loaded_at,
+            "last_attempt_at": state.attempt_at,
+            "last_attempt_ok": state.ok,
+            "folder": "present" if state.listing.present else "missing",
+            "default": state.policies.default,
+            "policies": document(state, self._clock(), killed),
+            "errors": [one.data() for one in state.policies.findings],
+        }

@@ -1,0 +1,87 @@
+"""A server over a real root, in this process: the whole way from a file to an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.cli.compose import Overrides, Service, compose
+from app.cli.serve import run
+from tests.api.support import Reply, ask, get, until
+
+
+@dataclass
+class LiveServer:
+    """One running server. Answers are documents; whatever is not a 200 fails the test that asked."""
+
+    root: Path
+    public: str
+    admin: str
+    service: Service
+    logged: io.BytesIO
+
+    async def recommend(self, *history: str, **fields: object) -> dict:
+        body = {"context": {"history": list(history)}, "k": 50, **fields}
+        reply = await ask(self.public, body, path="/v1/recommend")
+        assert reply.status == 200, reply.body
+        return reply.json()
+
+    async def status(self) -> dict:
+        return (await get(self.admin, "/admin/v1/status")).json()
+
+    async def policies(self) -> dict:
+        return (await get(self.admin, "/admin/v1/policies")).json()
+
+    async def post(self, path: str, body: object = None) -> Reply:
+        return await ask(self.admin, body, path=f"/admin/v1/{path}")
+
+    async def ready(self) -> None:
+        await self.settles(lambda status: status["ready"])
+
+    async def settles(self, condition, seconds: float = 20.0) -> dict:
+        """Poll the status until a condition holds."""
+        end = asyncio.get_running_loop().time() + seconds
+        while not condition(status := await self.status()):
+            assert asyncio.get_running_loop().time() < end, json.dumps(status, indent=1)
+            await asyncio.sleep(0.02)
+        return status
+
+    async def sees(self, look, seconds: float = 20.0) -> None:
+        """Ask until an answer is what a test waits for."""
+        end = asyncio.get_running_loop().time() + seconds
+        while not await look(self):
+            assert asyncio.get_running_loop().time() < end, look
+            await asyncio.sleep(0.005)
+
+    def events(self, name: str) -> list[dict]:
+        return [line for line in map(json.loads, self.logged.getvalue().splitlines()) if line["event"] == name]
+
+
+@asynccontextmanager
+async def live_server(root: Path, *, ready: bool = True) -> AsyncIterator[LiveServer]:
+    """A server over a root, on ports of its own; stopped and drained at the end."""
+    logged, stop = io.BytesIO(), asyncio.Event()
+    service = compose(root, Overrides(device="cpu"), logged, tolerant=True)
+    addresses: asyncio.Future = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(run(service, root, addresses.set_result, stop))
+    await asyncio.wait((addresses, task), return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        await task
+    server = LiveServer(root, *addresses.result(), service, logged)
+    try:
+        if ready:
+            await server.ready()
+        yield server
+    finally:
+        stop.set()
+        await task
+    assert server.events("loop_died") == [], server.events("loop_died")
+    assert server.events("policy_update_failed") == []
+
+
+__all__ = ["LiveServer", "live_server", "until"]

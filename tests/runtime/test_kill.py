@@ -1,0 +1,78 @@
+"""The kill switch works alone, survives a restart, and cannot be read half."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.errors import InvalidRequest
+from app.runtime.kill import KillSwitch
+from app.runtime.snapshot import EVERYTHING
+from tests import support
+
+SIZES = (4, 5, 6)
+
+
+@pytest.fixture
+def places(tmp_path):
+    (tmp_path / "policies").mkdir()
+    return tmp_path / "policies", tmp_path / "state"
+
+
+def test_the_file_lists_a_name_a_line(places):
+    switch = KillSwitch(*places)
+    assert switch.names == frozenset()
+    (places[0] / "KILL").write_text("feed_diversity\n\n  explore  # since Monday\n# nothing\n")
+    assert switch.poll() == {"feed_diversity", "explore"}
+    (places[0] / "KILL").write_text("*\n")
+    assert switch.poll() == {EVERYTHING}
+    (places[0] / "KILL").unlink()
+    assert switch.poll() == frozenset()
+
+
+def test_what_is_posted_survives_a_restart_and_adds_up_with_the_file(places):
+    switch = KillSwitch(*places)
+    (places[0] / "KILL").write_text("a\n")
+    switch.poll()
+    assert switch.post(["b", "c"], []) == {"a", "b", "c"}
+    assert switch.post([], ["a", "c"]) == {"a", "b"}  # the file still says so
+    again = KillSwitch(*places)
+    assert again.names == {"a", "b"}
+    assert again.document() == [
+        {"name": "a", "by": "policies/KILL"},
+        {"name": "b", "by": "state/killed.json"},
+    ]
+
+
+def test_what_cannot_be_read_changes_nothing(places):
+    switch = KillSwitch(*places)
+    (places[0] / "KILL").write_text("a\n")
+    switch.post(["b"], [])
+    switch.poll()
+    (places[1] / "killed.json").write_text("[1, ")
+    (places[0] / "KILL").unlink()
+    (places[0] / "KILL").mkdir()
+    assert switch.poll() == {"a", "b"}
+    (places[0] / "KILL").rmdir()
+    places[0].rename(places[0].parent / "away")  # a folder that is being replaced revives nobody
+    assert switch.poll() == {"a", "b"}
+
+
+@pytest.mark.parametrize("name", ["", "x" * 200, "a\nb", "\x00"])
+def test_odd_names_are_refused(places, name):
+    with pytest.raises(InvalidRequest):
+        KillSwitch(*places).post([name], [])
+
+
+def test_a_killed_policy_is_served_by_the_default_which_cannot_be_killed():
+    deployment = support.deployment_of(SIZES)
+    engine = support.onerec_engine(SIZES, deployment.limits)
+    vocab = support.catalogue(support.random_sids(SIZES, 40), SIZES)
+    snapshot = support.snapshot_of(engine, vocab, deployment, {"p": "widebeam: 1\nwidths: [2, 2, 2]\n"})
+    assert snapshot.plan("p").policy == "p"
+    for killed in ({"p"}, {EVERYTHING}, {"p", "base"}):
+        stopped = snapshot.having(killed=frozenset(killed))
+        assert stopped.plan("p").policy == "base"
+        assert stopped.plan("base").policy == "base"
+        assert stopped.plan("nope") is None
+        assert stopped.id != snapshot.id
+        assert stopped.having(killed=frozenset()).id == snapshot.having(killed=frozenset()).id

@@ -1,0 +1,324 @@
+"""Live policies over a running server: every way to deliver a file, every wrong content, and the kill switch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+
+import pytest
+
+from tests import support
+from tests.live_support import live_server
+
+GOOD = "widebeam: 1\nwidths: [{0}, {0}, {0}]\n"
+
+
+def give(directory, name, width):
+    """A plain write in place."""
+    directory.mkdir(exist_ok=True)
+    (directory / f"{name}.yaml").write_text(GOOD.format(width))
+
+
+def wide(width, **fields):
+    """Whether answers have so many items."""
+
+    async def look(server):
+        return len((await server.recommend("i1", **fields))["items"]) == width
+
+    return look
+
+
+def folder_is(word):
+    """Whether the server says so of the policy folder."""
+
+    async def look(server):
+        return (await server.policies())["folder"] == word
+
+    return look
+
+
+async def in_place(directory, name):
+    give(directory, name, 3)
+
+
+async def renamed_twice(directory, name):
+    for width in (7, 3):
+        (directory / f".{name}.tmp").write_text(GOOD.format(width))
+        (directory / f".{name}.tmp").replace(directory / f"{name}.yaml")
+        await asyncio.sleep(0.6)
+
+
+async def moved_away_first(directory, name):
+    (directory / f"{name}.yaml").rename(directory / f"{name}.yaml~")
+    await asyncio.sleep(1.0)
+    give(directory, name, 3)
+    (directory / f"{name}.yaml~").unlink()
+
+
+async def twice_in_half_a_second(directory, name):
+    give(directory, name, 7)
+    await asyncio.sleep(0.45)
+    give(directory, name, 3)
+
+
+async def with_the_old_time(directory, name):
+    file = directory / f"{name}.yaml"
+    times = file.stat()
+    give(directory, name, 3)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+async def truncated_first(directory, name):
+    with (directory / f"{name}.yaml").open("w") as stream:
+        await asyncio.sleep(0.6)
+        stream.write(GOOD.format(3))
+
+
+async def a_link_that_is_pointed_elsewhere(directory, name):
+    (directory / f".{name}.next").write_text(GOOD.format(3))
+    (directory / f".{name}.link").symlink_to(f".{name}.next")
+    (directory / f".{name}.link").replace(directory / f"{name}.yaml")
+
+
+ONE_FILE = {
+    "a": in_place, "b": renamed_twice, "c": moved_away_first, "d": twice_in_half_a_second, "e": with_the_old_time,
+    "f": truncated_first, "g": a_link_that_is_pointed_elsewhere,
+}  # fmt: skip
+
+
+class Asking:
+    """A client that asks for one policy without pause and remembers how wide it was."""
+
+    def __init__(self, server, policy, pause=0.02):
+        self.server, self.policy, self.pause = server, policy, pause
+        self.widths, self.going, self.answers = [], True, []
+
+    async def run(self):
+        while self.going:
+            answer = await self.server.recommend("i1", policy=self.policy)
+            width = len(answer["items"])
+            assert answer["versions"]["policy"] == self.policy
+            if self.widths[-1:] != [width]:
+                self.widths.append(width)
+            await asyncio.sleep(self.pause)
+
+
+async def delivered(server, name, act, allowed, seconds=10.0):
+    """Do something to a policy's file while a client asks for it: 3 is in force in the end, nothing else ever was."""
+    client = Asking(server, name)
+    task = asyncio.create_task(client.run())
+    await act
+    end = asyncio.get_running_loop().time() + seconds
+    while client.widths[-1:] != [3] and not task.done():
+        assert asyncio.get_running_loop().time() < end, (name, client.widths)
+        await asyncio.sleep(0.02)
+    client.going = False
+    await task
+    assert set(client.widths) <= {5, 3, *allowed}, (name, client.widths)
+
+
+def delivery_root(tmp_path, watch, policies=None):
+    given = {name: GOOD.format(5) for name in policies or ONE_FILE}
+    root = support.write_root(tmp_path, policies={**given, "still": GOOD.format(4)})
+    with (root / "deployment.toml").open("a") as stream:
+        stream.write(f'watch = "{watch}"\n')
+    return root
+
+
+@pytest.mark.parametrize("watch", ["events", "polling"])
+async def test_every_way_to_write_a_file_is_seen_and_nothing_half_ever_serves(tmp_path, watch):
+    async with live_server(delivery_root(tmp_path, watch)) as server:
+        directory = server.root / "policies"
+        before = (await server.policies())["policies"]["still"]
+        os.utime(directory / "still.yaml")  # touched only
+        await asyncio.gather(*(delivered(server, name, act(directory, name), {7}) for name, act in ONE_FILE.items()))
+        document = await server.policies()
+        assert document["policies"]["still"] == before
+        assert document["last_attempt_ok"]
+        assert {one["state"] for one in document["policies"].values()} == {"live"}
+        assert document["watch"]["mode"] == watch
+
+
+@pytest.mark.parametrize("watch", ["events", "polling"])
+async def test_a_config_map_swap_is_seen(tmp_path, watch):
+    root = delivery_root(tmp_path, watch, ["p"])
+    directory = root / "policies"
+    names = [path.name for path in directory.iterdir()]
+
+    def version(number, width):
+        (directory / f"..d{number}").mkdir()
+        for name in names:
+            text = GOOD.format(width) if name == "p.yaml" else "widebeam: 1\n"
+            (directory / f"..d{number}" / name).write_text(text)
+
+    version(1, 5)
+    for name in names:
+        (directory / name).unlink()
+        (directory / name).symlink_to(f"..data/{name}")
+    (directory / "..data").symlink_to("..d1")
+
+    async def swap():
+        for number, width in ((2, 7), (3, 3)):
+            version(number, width)
+            (directory / "..data_tmp").symlink_to(f"..d{number}")
+            (directory / "..data_tmp").replace(directory / "..data")
+            shutil.rmtree(directory / f"..d{number - 1}")
+            await asyncio.sleep(0.4)
+
+    async with live_server(root) as server:
+        await delivered(server, "p", swap(), {7})
+
+
+@pytest.mark.parametrize("watch", ["events", "polling"])
+async def test_a_folder_that_is_removed_and_made_again_is_followed(tmp_path, watch):
+    async with live_server(delivery_root(tmp_path, watch, ["p"])) as server:
+        directory = server.root / "policies"
+
+        async def again():
+            shutil.rmtree(directory)
+            await server.sees(folder_is("missing"))
+            assert not (await server.policies())["last_attempt_ok"]
+            give(directory, "p", 7)
+            await server.sees(folder_is("present"))
+            await server.sees(wide(7, policy="p"))
+            give(directory, "p", 3)  # once more: the new folder is watched, too
+
+        await delivered(server, "p", again(), {7})
+        assert (await server.policies())["policies"]["base"]["state"] == "stale"  # the default cannot be removed
+
+
+async def test_an_edit_is_live_within_300_ms(tmp_path):
+    async with live_server(support.write_root(tmp_path)) as server:
+        file, clock = server.root / "policies" / "base.yaml", asyncio.get_running_loop().time
+        await server.settles(lambda status: status["watch"]["mode"] == "events")
+        took = []
+        for width in (2, 3, 4, 5, 6):
+            began = clock()
+            file.write_text(GOOD.format(width))
+            await server.sees(wide(width))
+            took.append(clock() - began)
+        assert min(took) < 0.3, took  # the best of five: other processes of the machine are not the server's
+
+
+BAD = {
+    "empty": "",
+    "comments": "# nothing here\n",
+    "steps_empty": "widebeam: 1\nsteps:\n",
+    "final_null": "widebeam: 1\nfinal: null\n",
+    "section_missing": "widths: [3, 3, 3]\n",
+    "misspelt": "widebeam: 1\nbeam_widht: 64\n",
+    "twice": "widebeam: 1\nwidths: [3, 3, 3]\nwidths: [4, 4, 4]\n",
+    "width_0": GOOD.format(0), "width_minus": GOOD.format(-1), "width_fraction": GOOD.format(1.5),
+    "width_true": GOOD.format("true"), "width_text": GOOD.format('"64"'), "width_huge": GOOD.format(10**9),
+    "width_nan": GOOD.format("NaN"), "width_inf": GOOD.format(".inf"), "width_exp": GOOD.format("1e3"),
+    "width_no": GOOD.format("NO"), "widths_few": "widebeam: 1\nwidths: [3, 3]\n",
+    "widths_many": "widebeam: 1\nwidths: [3, 3, 3, 3]\n",
+    "expression": "widebeam: 1\nsteps: {all: {score: parent + lgop}}\n",
+    "tabs": "widebeam: 1\nsteps:\n\tall: {}\n",
+    "bom": "\ufeffwidebeam: 1\n",
+    "latin": b"widebeam: 1\nabout: caf\xe9\n",
+    "bomb": "widebeam: 1\na: &a [x, x]\nb: &b [*a, *a]\n",
+    "large": "widebeam: 1\n#" + "x" * 300_000,
+    "parent": "widebeam: 1\nextends: nobody\n",
+}  # fmt: skip
+
+
+async def test_whatever_a_file_says_the_last_good_policy_serves_and_the_place_is_shown(tmp_path):
+    root = support.write_root(tmp_path, policies={name: GOOD.format(5) for name in BAD})
+    for stray in ("README", "p.swp", "p.yaml~", ".hidden.yaml"):
+        (root / "policies" / stray).write_text("nonsense: [")
+    async with live_server(root) as server:
+        assert (await server.policies())["last_attempt_ok"]
+        for name, text in BAD.items():
+            data = text if isinstance(text, bytes) else text.encode()
+            (server.root / "policies" / f"{name}.yaml").write_bytes(data)
+        reply = await server.post("policies:reload")
+        assert reply.status == 422
+        assert reply.json()["error"]["code"] == "policy_rejected"
+        for name in BAD:
+            shown = reply.json()["policies"][name]
+            assert (shown["state"], shown["policy_id"] is not None) == ("stale", True), name
+            error = next(one for one in shown["errors"] if one["severity"] == "error")
+            assert (error["file"], error["line"] >= 1) == (f"policies/{name}.yaml", True)
+            assert len((await server.recommend("i1", policy=name))["items"]) == 5
+        (server.root / "policies" / "twice.yaml").write_text(GOOD.format(6))
+        assert (await server.post("policies:reload")).json()["policies"]["twice"]["state"] == "live"
+        assert len((await server.recommend("i1", policy="twice"))["items"]) == 6
+    async with live_server(root) as server:  # the bad files are still there
+        assert (await server.policies())["policies"]["empty"]["state"] == "stale"
+        assert len((await server.recommend("i1", policy="empty"))["items"]) == 5
+
+
+async def test_good_and_bad_in_turn_change_nothing_for_clients(tmp_path):
+    async with live_server(support.write_root(tmp_path, policies={"p": GOOD.format(5)})) as server:
+        client = Asking(server, "p", 0.0)
+        task = asyncio.create_task(client.run())
+        for text in (BAD["misspelt"], GOOD.format(5), BAD["empty"], GOOD.format(5), BAD["twice"]):
+            (server.root / "policies" / "p.yaml").write_text(text)
+            await server.post("policies:reload")
+        client.going = False
+        await task
+        assert client.widths == [5]
+
+
+async def test_reload_and_check_answer_with_what_they_found(tmp_path):
+    async with live_server(support.write_root(tmp_path)) as server:
+        before = await server.policies()
+        good = (await server.post("policies:check", {"name": "new", "text": "widebeam: 1\nextends: base\n"})).json()
+        assert (good["ok"], good["diagnostics"], len(good["policy_id"])) == (True, [], 12)
+        bad = (await server.post("policies:check", {"name": "new", "text": "widebeam: 1\nextends: bsae\n"})).json()
+        assert (bad["ok"], bad["policy_id"]) == (False, None)
+        assert (bad["diagnostics"][0]["code"], bad["diagnostics"][0]["line"]) == ("X002", 2)
+        for body in (b"{", {"name": "../etc", "text": ""}, {"name": "a"}, {"name": "a", "text": "", "x": 1}):
+            assert (await server.post("policies:check", body)).status in {400, 422}
+        after = await server.policies()
+        assert (after["generation"], after["loaded_at"]) == (before["generation"], before["loaded_at"])
+        assert (await server.post("policies:reload")).status == 200
+
+
+async def test_a_kill_is_effective_kept_and_taken_back(tmp_path):
+    root = support.write_root(tmp_path, policies={"p": GOOD.format(5), "q": GOOD.format(4)})
+
+    async def served(server, policy):
+        return (await server.recommend("i1", policy=policy))["versions"]["policy"]
+
+    async with live_server(root) as server:
+        assert (await server.post("kill", {"kill": ["base"]})).status == 422
+        assert (await server.post("kill", {"kill": ["p"]})).json() == {
+            "killed": [{"name": "p", "by": "state/killed.json"}]
+        }
+        assert [await served(server, name) for name in ("p", "q", "base")] == ["base", "q", "base"]
+        (root / "policies" / "KILL").write_text("q\n")
+        await server.settles(lambda status: status["policies"]["q"]["state"] == "killed", seconds=3)
+        assert await served(server, "q") == "base"
+        give(root / "policies", "base", 6)  # a reload in between keeps the kill
+        await server.post("policies:reload")
+        assert [await served(server, name) for name in ("p", "q")] == ["base", "base"]
+    (root / "policies" / "p.yaml").write_text("nonsense: [")  # and so does a start over broken files
+    async with live_server(root) as server:
+        assert await served(server, "p") == "base"
+        (root / "policies" / "KILL").write_text("")
+        assert (await server.post("kill", {"revive": ["p"]})).json()["killed"] in (
+            [],
+            [{"name": "q", "by": "policies/KILL"}],
+        )
+        await server.settles(lambda status: status["killed"] == [], seconds=3)
+        assert [await served(server, name) for name in ("p", "q")] == ["p", "q"]
+
+
+async def test_the_policies_are_in_the_metrics(tmp_path):
+    from tests.api.support import get
+
+    async with live_server(support.write_root(tmp_path, policies={"p": GOOD.format(5)})) as server:
+        (server.root / "policies" / "p.yaml").write_text(BAD["misspelt"])
+        await server.post("policies:reload")
+        text = (await get(server.public, "/metrics")).body.decode()
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("widebeam_policy"))
+        assert lines["widebeam_policy_reload_ok"] == "0.0"
+        assert lines["widebeam_policy_generation"] == "1.0"
+        assert float(lines['widebeam_policy_stale_seconds{policy="p"}']) >= 0
+        live = [line for line in lines if line.startswith("widebeam_policy_live_info")]
+        assert len(live) == 2
+        assert lines["widebeam_policy_structures"] in {"1.0", "2.0"}
+        assert float(lines["widebeam_policy_compile_seconds_count"]) >= 1
