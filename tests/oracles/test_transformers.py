@@ -89,15 +89,15 @@ def teacher_forced(model, case: Case, prompts, written) -> list[Beams]:
     return beams
 
 
-def assert_equal_up_to_near_ties(ours: Beams, theirs: Beams) -> None:
-    """Equal scores place by place; equal items but for those that lie within EPS of each other or of the cut."""
+def assert_equal_up_to_near_ties(ours: Beams, theirs: Beams, eps: float = EPS) -> None:
+    """Equal scores place by place; equal items but for those that lie within eps of each other or of the cut."""
     assert len(ours) == len(theirs)
-    np.testing.assert_allclose([score for _, score in ours], [score for _, score in theirs], atol=EPS, rtol=0)
-    cut = theirs[-1][1] + EPS
+    np.testing.assert_allclose([score for _, score in ours], [score for _, score in theirs], atol=eps, rtol=0)
+    cut = theirs[-1][1] + eps
     reference = dict(theirs)
     for sid, score in ours:
         if sid in reference:
-            assert abs(reference[sid] - score) <= EPS
+            assert abs(reference[sid] - score) <= eps
         else:
             assert score <= cut, f"{sid} at {score} is not among transformers' beams, whose last is {theirs[-1]}"
     assert len({sid for sid, _ in ours}) == len(ours)
