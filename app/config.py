@@ -39,7 +39,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The process: sockets, admin, state. Times in seconds, sizes in bytes."""
+    """The process: sockets, admin, state. Times in seconds, sizes in bytes.
+
+    watch  "polling" = do not ask the operating system for events; every change is still found within seconds
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8000
@@ -47,7 +50,9 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     admin_auth: Literal["token", "none"] = "token"
     admin_tokens: str | None = None
     policy_override: bool = False
+    arm_override: bool = False
     state_dir: str = "state"
+    watch: Literal["events", "polling"] = "events"
     max_body: Positive = 8 * 2**20
     read_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     keep_alive_s: Annotated[float, Meta(gt=0, le=3600)] = 75.0
@@ -57,9 +62,18 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """level: lowest level written."""
+    """What is written down. level: lowest level of the log itself.
+
+    requests    share of requests that are recorded whole under state/requests/; 0 = none
+    exposures   whether each request of an experiment leaves a line under state/exposures/
+    units       how both name users: "hashed" (keyed by unit_salt; "" = a key made once, in state/unit_salt) or "plain"
+    """
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    requests: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    exposures: bool = True
+    units: Literal["hashed", "plain"] = "hashed"
+    unit_salt: str = ""
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -51,6 +51,7 @@ class Request:
     received    monotonic seconds when the body had been read
     deadline    monotonic seconds, or None
     user, ctx   numbers and strings that policies may read
+    arms        experiment -> arm that a tester wants, where the deployment allows it
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class Request:
     received: float = 0.0
     deadline: float | None = None
     seed: int | None = None
+    arms: Mapping[str, str] = field(default_factory=dict)
 
 
 # ---- what the engine is given and gives ----------------------------------------------------------------------------

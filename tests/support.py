@@ -19,6 +19,7 @@ from app.engine.families.onerec import OneRec
 from app.engine.families.onerec_config import parse as parse_onerec
 from app.engine.families.onerec_reference import OneRecReference
 from app.errors import WidebeamError
+from app.policies.assign import Traffic
 from app.policies.compile import compile_policy
 from app.policies.plan import Plan
 from app.policies.source import Source
@@ -106,8 +107,9 @@ class Policies:
 
     id = "test"
 
-    def __init__(self, plans: Mapping[str, Plan], default: str = "base") -> None:
+    def __init__(self, plans: Mapping[str, Plan], default: str = "base", traffic: Traffic | None = None) -> None:
         self._plans, self.default = plans, default
+        self.traffic = traffic or Traffic(plans.get(default))
 
     def plan(self, name: str) -> Plan | None:
         """See `runtime.snapshot.Policies`."""
@@ -151,9 +153,9 @@ def job_of(snapshot: Snapshot, deployment: Deployment, history: Sequence[str] = 
     """An admitted job of a client that stays. fields: those of core.Request (`policy`, `k`, `exclude`)."""
     request = Request(**{"request_id": "r", "context": HistoryIds(tuple(history)), "k": 10, **fields})
     admission = Admission(deployment)
-    plan, planned = admission.plan(request, snapshot)
-    own = admission.admit(request, plan, snapshot)
-    return Job(request, Present(), snapshot, plan, own.inputs, planned, own.excluded, own.seen, 0.0)
+    choice = admission.choose(request, snapshot)
+    own = admission.admit(request, choice, snapshot)
+    return Job(request, Present(), snapshot, choice.plan, own.inputs, choice.planned, own.excluded, own.seen, 0.0)
 
 
 def run_batch(jobs: Sequence[Job], transition: str = "ancestry") -> list[Ranked]:

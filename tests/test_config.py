@@ -56,3 +56,17 @@ def test_a_deployment_is_frozen():
     with pytest.raises(AttributeError):
         parse(GOOD).family = "x"  # type: ignore[misc]
     assert isinstance(parse(GOOD), Deployment)
+
+
+def test_records_are_off_users_are_hashed_and_testers_force_nothing_unless_the_file_says_so():
+    plain = parse(GOOD)
+    assert (plain.log.requests, plain.log.exposures, plain.log.units, plain.log.unit_salt) == (0.0, True, "hashed", "")
+    assert plain.server.arm_override is False
+    loud = parse(GOOD + '[log]\nrequests = 0.01\nunits = "plain"\n[server]\narm_override = true\n')
+    assert (loud.log.requests, loud.log.units, loud.server.arm_override) == (0.01, "plain", True)
+    lines = GOOD.count("\n")
+    for text, word in (("requests = 1.5", "1.0"), ('units = "md5"', "md5"), ("exposures = 1", "bool")):
+        with pytest.raises(BadDeployment) as bad:
+            parse(GOOD + f"[log]\n{text}\n")
+        assert bad.value.line == lines + 2
+        assert word in bad.value.message

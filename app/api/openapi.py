@@ -19,6 +19,7 @@ MEANING: Final = {
     400: "The body is not JSON or msgpack",
     401: "No valid token",
     403: "The token does not allow this",
+    404: "There is no such thing",
     406: "Accept allows neither JSON nor msgpack",
     408: "The body did not arrive in time",
     413: "The body is too large",

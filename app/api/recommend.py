@@ -19,6 +19,7 @@ from app.runtime.front import Front, Ticket
 from app.runtime.metrics import Metrics
 
 TIMEOUT_HEADERS: Final = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
+ARM_HEADER: Final = b"x-widebeam-arm"
 _DIGITS: Final = re.compile(r"[0-9]{1,8}")
 
 
@@ -75,6 +76,7 @@ class Recommend:
             received=received,
             deadline=None if budget is None else received + budget / 1e3,
             override=self._override,
+            arms=arms(headers),
         )
 
 
@@ -105,6 +107,21 @@ def _milliseconds(text: str, name: str) -> int:
     if not 1 <= value <= wire.MAX_DEADLINE_MS:
         raise InvalidRequest(f"expected whole milliseconds from 1 to {wire.MAX_DEADLINE_MS}", path=f"header {name}")
     return value
+
+
+def arms(headers: media.Headers) -> dict[str, str]:
+    """Arms by experiment that a tester asks for: `x-widebeam-arm: EXPERIMENT=ARM[,EXPERIMENT=ARM]`. Whether that is
+    allowed, and whether they exist, admission says."""
+    found: dict[str, str] = {}
+    for key, value in headers:
+        if key != ARM_HEADER:
+            continue
+        for part in value.decode("latin-1").split(","):
+            name, equals, arm = (word.strip() for word in part.partition("="))
+            if not (name and equals and arm) or name in found:
+                raise InvalidRequest("expected EXPERIMENT=ARM, each experiment once", path="header x-widebeam-arm")
+            found[name] = arm
+    return found
 
 
 async def outcome_or_cancel(ticket: Ticket, receive: Receive) -> core.Outcome:

@@ -6,7 +6,7 @@ The structs are the documentation: the OpenAPI document is made from them. Field
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
@@ -91,10 +91,19 @@ def body_type(limits: Limits) -> type[Body]:
     return made
 
 
-def to_request(body: Body, *, request_id: str, received: float, deadline: float | None, override: bool) -> core.Request:
+def to_request(
+    body: Body,
+    *,
+    request_id: str,
+    received: float,
+    deadline: float | None,
+    override: bool,
+    arms: Mapping[str, str] | None = None,
+) -> core.Request:
     """A decoded body as the runtime takes it.
 
-    received, deadline  monotonic seconds; override = whether this deployment lets requests name their policy.
+    received, deadline  monotonic seconds; override = whether this deployment lets requests name their policy;
+    arms = arms by experiment that a tester asks for.
     Raises InvalidRequest with the field's path for what types cannot say.
     """
     if body.explain is not UNSET and body.explain is not False:
@@ -121,6 +130,7 @@ def to_request(body: Body, *, request_id: str, received: float, deadline: float 
         received=received,
         deadline=deadline,
         seed=_given(body.seed),
+        arms=arms or {},
     )
 
 

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from app.config import Deployment
 from app.core import Context, History, HistoryIds, Inputs, Request
 from app.errors import InvalidRequest
+from app.policies.assign import Assignment, Facts, Traffic, assign
 from app.policies.plan import Plan
-from app.runtime.job import DeadNodes, Int64s, plan_rows
-from app.runtime.snapshot import Snapshot
+from app.runtime.job import plan_rows
+from app.runtime.snapshot import DeadNodes, Int64s, Snapshot
+from app.runtime.status import utc_seconds
 from app.vocab.vocab import Vocab
+
+ARM_PATH: Final = "header x-widebeam-arm"
+
+
+class Choice(NamedTuple):
+    """What serves a request: its plan, the rows that this plans at each step (`job.plan_rows`), and why."""
+
+    plan: Plan
+    planned: tuple[int, ...]
+    assignment: Assignment
 
 
 class Admitted(NamedTuple):
-    """A request's own data under a snapshot; see `job.Job` for the fields."""
+    """A request's own data under a snapshot; see `job.Job` for the fields. assignment: see `Choice`."""
 
     inputs: Inputs
     excluded: DeadNodes | None
     seen: DeadNodes | None
     unknown_history: int
     unknown_exclude: int
+    assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +46,51 @@ class Admission:
     """Turns requests into jobs' data. Pure: it reads a snapshot and a request, and queues nothing."""
 
     deployment: Deployment
+    wall: Callable[[], float] = utc_seconds
+    """Unix seconds: ramps of experiments are moments in time."""
 
-    def plan(self, request: Request, snapshot: Snapshot) -> tuple[Plan, tuple[int, ...]]:
-        """The policy's plan, and the rows that it plans at each step.
+    def choose(self, request: Request, snapshot: Snapshot) -> Choice:
+        """The plan of the request's arms, or of the policy that it names.
 
-        Raises InvalidRequest for an unknown policy (or one named where the deployment does not allow it) and k.
+        Raises InvalidRequest for k, for an unknown policy or arm, and for naming one where the deployment does not
+        allow it.
         """
         limits = snapshot.contract.limits
         if not 1 <= request.k <= limits.k:
             raise InvalidRequest(f"k is {request.k}; 1 to {limits.k} are possible", path="$.k")
-        if request.policy is not None and not self.deployment.server.policy_override:
-            raise InvalidRequest("this deployment does not let requests name their policy", path="$.policy")
-        name = request.policy or snapshot.policies.default
-        plan = snapshot.plan(name)
+        assignment = self._named(request, snapshot) if request.policy is not None else self._assigned(request, snapshot)
+        plan = assignment.plan
         if plan is None:
+            name = request.policy or snapshot.policies.default
             raise InvalidRequest(f"there is no policy `{name}`", path="$.policy")
-        return plan, plan_rows(plan, snapshot.contract, snapshot.trie.prefixes)
+        return Choice(plan, plan_rows(plan, snapshot.contract, snapshot.trie.prefixes), assignment)
 
-    def admit(self, request: Request, plan: Plan, snapshot: Snapshot) -> Admitted:
+    def _named(self, request: Request, snapshot: Snapshot) -> Assignment:
+        """A request that names its policy is in no experiment."""
+        if not self.deployment.server.policy_override:
+            raise InvalidRequest("this deployment does not let requests name their policy", path="$.policy")
+        if request.arms:
+            raise InvalidRequest("give a policy or an arm, not both", path=ARM_PATH)
+        return Assignment(snapshot.plan(request.policy or ""))
+
+    def _assigned(self, request: Request, snapshot: Snapshot) -> Assignment:
+        traffic = snapshot.policies.traffic
+        if request.arms:
+            self._check_arms(request.arms, traffic)
+        facts = Facts(request.user_id, request.request_id, request.ctx, request.user)
+        return assign(traffic, facts, self.wall(), snapshot.killed, request.arms)
+
+    def _check_arms(self, arms: Mapping[str, str], traffic: Traffic) -> None:
+        if not self.deployment.server.arm_override:
+            raise InvalidRequest("this deployment does not let requests choose an arm", path=ARM_PATH)
+        known = traffic.experiments
+        for name, arm in arms.items():
+            if name not in known:
+                raise InvalidRequest(f"there is no experiment `{name}`", path=ARM_PATH)
+            if known[name].arm(arm) is None:
+                raise InvalidRequest(f"experiment `{name}` has no arm `{arm}`", path=ARM_PATH)
+
+    def admit(self, request: Request, choice: Choice, snapshot: Snapshot) -> Admitted:
         """Map ids by the snapshot's vocab and prepare the model's inputs.
 
         Ids that the vocab does not know are skipped and counted. Raises InvalidRequest with the field's path.
@@ -64,10 +105,15 @@ class Admission:
         else:
             context = request.context
         inputs = snapshot.engine.prepare(context)
-        needs_seen = any("seen" in step.uses for step in plan.structure.steps)
+        needs_seen = any("seen" in step.uses for step in choice.plan.structure.steps)
         seen_items = np.concatenate((excluded_items, history_items)) if needs_seen else excluded_items[:0]
         return Admitted(
-            inputs, dead_nodes(vocab, excluded_items), dead_nodes(vocab, seen_items), unknown_history, unknown_exclude
+            inputs=inputs,
+            excluded=snapshot.excluding(excluded_items),
+            seen=snapshot.excluding(seen_items) if needs_seen else None,
+            unknown_history=unknown_history,
+            unknown_exclude=unknown_exclude,
+            assignment=choice.assignment,
         )
 
 
@@ -78,14 +124,6 @@ def _known(vocab: Vocab, ids: tuple[str, ...]) -> tuple[Int64s, int]:
     found = vocab.find(ids)
     known = found[found >= 0]
     return known, len(found) - len(known)
-
-
-def dead_nodes(vocab: Vocab, items: Int64s) -> DeadNodes | None:
-    """The prefixes that a set of items exhausts; None for no items."""
-    if not len(items):
-        return None
-    unique = np.unique(items)
-    return DeadNodes(unique, vocab.dead(unique))
 
 
 def default_seed(request_id: str) -> int:

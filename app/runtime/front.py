@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from app.core import Outcome, Request
@@ -29,6 +30,12 @@ class Front(Protocol):
 
     def status(self) -> dict[str, object]:
         """The document of `GET /admin/v1/status` (api.md), as JSON-ready data."""
+
+    def assignment(
+        self, experiment: str, unit: str, ctx: Mapping[str, str], user: Mapping[str, float]
+    ) -> dict[str, object] | None:
+        """Why a unit gets what it gets from an experiment (`policies.assignment.explain`); None for an unknown one.
+        Raises NotReady."""
 
     def begin_drain(self) -> None:
         """Readiness drops; admission refuses with Draining; what is queued or running finishes."""

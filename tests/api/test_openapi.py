@@ -54,7 +54,7 @@ def test_the_document_is_valid_and_says_what_the_types_say():
 def test_the_admin_document_is_valid_and_asks_for_a_token():
     found = document(admin, "/admin/v1/openapi.json", tokens=None)
     validate(found)
-    assert set(found["paths"]) == {"/admin/v1/status"}
+    assert set(found["paths"]) == {"/admin/v1/status", "/admin/v1/assignments/{experiment}"}
 
 
 def test_every_example_is_a_request_that_is_served():

@@ -1,0 +1,155 @@
+"""JSON lines in rotated files, written by a thread of their own.
+
+The event loop and the engine thread only ever hand over a line's making: encoding, the disk and its faults are the
+writer's. The queue is bounded; a full queue or a bad disk loses lines, counts them, and never makes a request wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import msgspec
+
+from app.runtime.logs import Log
+
+QUEUE: Final = 8192
+MAX_BYTES: Final = 64 * 2**20
+KEEP: Final = 16
+CURRENT: Final = "current.jsonl"
+
+Make = Callable[[], object]
+"""What a line says, made on the writer's thread."""
+
+
+class Rotated:
+    """One kind of lines: `directory/current.jsonl`, renamed to the moment of its end when it is full. One thread only.
+
+    max_bytes: size after which a file is closed · keep: closed files that stay, the newest
+    """
+
+    def __init__(self, directory: Path, *, max_bytes: int = MAX_BYTES, keep: int = KEEP) -> None:
+        self.directory, self._max, self._keep = directory, max_bytes, keep
+        self._file: BinaryIO | None = None
+        self._size = 0
+
+    def write(self, line: bytes) -> None:
+        """Append a line. Raises OSError; the next call starts afresh."""
+        if self._file is not None and self._size + len(line) > self._max:
+            self._rotate()
+        if self._file is None:
+            self._open()
+        assert self._file is not None
+        self._file.write(line)
+        self._size += len(line)
+
+    def flush(self) -> None:
+        """Hand everything to the operating system. Raises OSError."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close; what cannot be flushed any more is lost."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def _open(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / CURRENT
+        if path.exists() and path.stat().st_size >= self._max:
+            self._name_closed(path)
+        file = path.open("ab")
+        self._size = file.tell()
+        if self._size and not _ends_in_newline(path):  # an earlier process ended in the middle of a line
+            file.write(b"\n")
+        self._file = file
+
+    def _rotate(self) -> None:
+        self.close()
+        self._name_closed(self.directory / CURRENT)
+
+    def _name_closed(self, path: Path) -> None:
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+        path.rename(self.directory / f"{stamp}.jsonl")
+        closed = sorted(one for one in self.directory.glob("*.jsonl") if one.name != CURRENT)
+        for old in closed[: -self._keep]:
+            old.unlink(missing_ok=True)
+
+
+def _ends_in_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
+
+
+class Writer:
+    """The thread. `put` may be called from any thread; `lost` is called for each line that is not written."""
+
+    def __init__(self, log: Log, lost: Callable[[str], None], *, limit: int = QUEUE) -> None:
+        self._log, self._lost = log, lost
+        self._queue: queue.Queue[tuple[str, Rotated, Make] | None] = queue.Queue(limit)
+        self._files: set[Rotated] = set()
+        self._thread: threading.Thread | None = None
+        self._failing = False
+        self._encode = msgspec.json.Encoder().encode
+
+    def put(self, kind: str, file: Rotated, make: Make) -> bool:
+        """Queue a line; False where it was lost. kind: the label that it is counted under."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="widebeam-records", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait((kind, file, make))
+        except queue.Full:
+            self._lost(kind)
+            return False
+        return True
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is queued, for at most `timeout_s`, and end the thread."""
+        if self._thread is None:
+            return
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+        self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            one = self._next()
+            if one is None:
+                break
+            kind, file, make = one
+            self._files.add(file)
+            self._guarded(kind, file, make)
+        for file in self._files:
+            file.close()
+
+    def _next(self) -> tuple[str, Rotated, Make] | None:
+        """The next line; while there is none, what was written is flushed."""
+        try:
+            return self._queue.get_nowait()
+        except queue.Empty:
+            for file in self._files:
+                with contextlib.suppress(OSError):
+                    file.flush()
+            return self._queue.get()
+
+    def _guarded(self, kind: str, file: Rotated, make: Make) -> None:
+        try:
+            file.write(self._encode(make()) + b"\n")
+        except Exception as error:  # noqa: BLE001  a line that cannot be written must not end the writer
+            file.close()
+            self._lost(kind)
+            if not self._failing:
+                self._log.error("records_unwritable", kind=kind, directory=str(file.directory), exc_info=error)
+            self._failing = True
+        else:
+            self._failing = False
