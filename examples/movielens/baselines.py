@@ -6,6 +6,7 @@ All score histories as `Scorer`s: padded histories [B, H] int64, newest first, -
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -71,7 +72,7 @@ def item_knn(train: Sequence[Ints], items: int, settings: KnnSettings, device: t
     def scores(histories: Tensor) -> Tensor:
         recent = histories[:, : settings.recent]
         age = torch.arange(recent.shape[1], device=device)
-        weight = torch.where(recent >= 0, torch.tensor(settings.decay, device=device) ** age, 0.0)
+        weight = torch.exp(age * math.log(settings.decay)).masked_fill(recent < 0, 0.0)
         features = torch.zeros(len(recent), items, device=device).scatter_add_(1, recent.clamp_min(0), weight)
         return features @ matrix
 

@@ -82,26 +82,27 @@ def tree_scores(model: OneRecReference, catalogue: Catalogue, histories: Tensor)
 
 @torch.no_grad()
 def model_lists(
-    model: OneRecReference, catalogue: Catalogue, histories: Sequence[Ints], k: int, width: int
-) -> list[Ints]:
-    """What a beam search of `width` finds when prefixes whose items are all in the history are masked. Made from the
+    model: OneRecReference, catalogue: Catalogue, histories: Sequence[Ints], k: int, widths: Sequence[int]
+) -> dict[int, list[Ints]]:
+    """What beam searches find when prefixes whose items are all in the history are masked, by width. Made from the
     scores of all prefixes: quick on a GPU while settings are chosen; the served search is the one that is reported."""
     device = catalogue.codes.device
     padded = pad(histories, max(len(h) for h in histories)).to(device)
-    first, second, _ = catalogue.sizes
-    lists: list[Ints] = []
+    second = catalogue.sizes[1]
+    lists: dict[int, list[Ints]] = {width: [] for width in widths}
     for block in padded.split(32):
-        log_one, log_two, log_items = tree_scores(model, catalogue, block)
-        free = torch.isfinite(hide(log_items, block)).float()
-        open_two = torch.zeros_like(log_two).index_add_(1, catalogue.pair, free) > 0
-        open_one = open_two.view(-1, first, second).any(2)
-        kept = _top(log_one.masked_fill(~open_one, float("-inf")), width)
-        log_two = log_two.masked_fill(~(open_two & kept.repeat_interleave(second, 1)), float("-inf"))
-        kept = _top(log_two, width)
-        log_items = log_items.masked_fill(~(kept[:, catalogue.pair] & (free > 0)), float("-inf"))
-        value, order = log_items.topk(min(k, width), 1)
-        for row, good in zip(order.cpu().numpy(), torch.isfinite(value).cpu().numpy(), strict=True):
-            lists.append(row[good])
+        log_one, all_two, all_items = tree_scores(model, catalogue, block)
+        free = torch.isfinite(hide(all_items, block)).float()
+        open_two = torch.zeros_like(all_two).index_add_(1, catalogue.pair, free) > 0
+        open_one = open_two.view(len(block), -1, second).any(2)
+        for width in widths:
+            kept = _top(log_one.masked_fill(~open_one, float("-inf")), width)
+            kept = open_two & kept.repeat_interleave(second, 1)
+            kept = _top(all_two.masked_fill(~kept, float("-inf")), width)
+            kept = kept[:, catalogue.pair] & (free > 0)
+            value, order = all_items.masked_fill(~kept, float("-inf")).topk(min(k, width), 1)
+            good = torch.isfinite(value).cpu().numpy()
+            lists[width] += [row[ok] for row, ok in zip(order.cpu().numpy(), good, strict=True)]
     return lists
 
 

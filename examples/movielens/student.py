@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +15,7 @@ from torch.nn import functional
 from app.engine.families.onerec_config import OneRecConfig
 from app.engine.families.onerec_reference import OneRecReference, PaddedContexts
 from examples.movielens.baselines import Report, Scorer
-from examples.movielens.teacher import Examples, HistorySampler
+from examples.movielens.teacher import Examples, HistorySampler, sample
 
 
 class StudentSettings(NamedTuple):
@@ -61,7 +63,7 @@ def teacher_loss(
     """
     first, second, _ = catalogue.sizes
     batch = len(target)
-    sampled = torch.multinomial(target, s.sids, replacement=True)
+    sampled = sample(target.cumsum(1), s.sids)
     known = examples.following >= 0
     items = torch.cat([examples.following.clamp_min(0)[:, None], sampled], 1)
     sids = catalogue.codes[items]
@@ -72,7 +74,7 @@ def teacher_loss(
     log_two, log_three = torch.log_softmax(two.float(), -1), torch.log_softmax(three.float(), -1)
 
     after = pairs.gather(1, sids[:, 1:, 0, None].expand(-1, -1, second))
-    after = after / after.sum(2, keepdim=True)
+    after = after / after.sum(2, keepdim=True).clamp_min(1e-20)
     taught = -(pairs.sum(2) * log_one).sum(1).mean() - (after * log_two[:, 1:]).sum(2).mean()
     taught = taught - log_three[:, 1:].gather(2, sids[:, 1:, 2, None]).mean()
 
@@ -98,20 +100,65 @@ def train_student(
     model = OneRecReference(config)
     model.reset_parameters(torch.Generator().manual_seed(seed))
     model = model.to(device).train()
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "age" not in name]
-    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "age" in name]
-    groups = [{"params": matrices, "weight_decay": settings.decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, settings.rate, betas=(0.9, 0.98), fused=device.type == "cuda")
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.rate, total_steps=settings.steps, pct_start=0.05)
-    for step in range(settings.steps):
+    optimizer = _optimizer(model, settings)
+
+    def advance() -> Tensor:
         examples = sampler.draw(settings.batch, settings.dropped, settings.mixed)
-        target = teacher(examples.histories)
-        loss = teacher_loss(model, catalogue, examples, target, settings)
+        loss = teacher_loss(model, catalogue, examples, teacher(examples.histories), settings)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
-        if step % 50 == 49:
-            report(f"onerec, loss {loss.item():.3f}", (step + 1) / settings.steps)
+        return loss.detach()
+
+    step = advance if device.type == "cpu" else _captured(advance, optimizer)
+    for number in range(settings.steps):
+        _set_rate(optimizer, settings.rate * _schedule(number / settings.steps))
+        loss = step()
+        if number % 50 == 49:
+            report(f"onerec, loss {loss.item():.3f}", (number + 1) / settings.steps)
     return model.eval()
+
+
+def _optimizer(model: OneRecReference, settings: StudentSettings) -> torch.optim.AdamW:
+    """AdamW without weight decay on norms and age embeddings. Its rate is a tensor, which a CUDA graph reads anew."""
+    decayed = [p for name, p in model.named_parameters() if p.dim() == 2 and "age" not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "age" in name]
+    groups = [{"params": decayed, "weight_decay": settings.decay}, {"params": others, "weight_decay": 0.0}]
+    cuda = decayed[0].device.type == "cuda"
+    rate = torch.tensor(0.0, device=decayed[0].device)
+    return torch.optim.AdamW(groups, rate, betas=(0.9, 0.98), fused=cuda, capturable=cuda)
+
+
+def _set_rate(optimizer: torch.optim.AdamW, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"].fill_(rate)
+
+
+def _schedule(done: float) -> float:
+    """Share of the peak rate: up in the first twentieth, then down a cosine."""
+    if done < 0.05:
+        return done / 0.05
+    return 0.5 * (1 + math.cos(math.pi * (done - 0.05) / 0.95))
+
+
+def _captured(advance: Callable[[], Tensor], optimizer: torch.optim.AdamW) -> Callable[[], Tensor]:
+    """One training step as a CUDA graph: the model is small, and launching its kernels one by one takes longer than
+    running them. Three steps at rate 0 come before, so that everything is allocated."""
+    _set_rate(optimizer, 0.0)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            advance()
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = advance()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay

@@ -65,41 +65,47 @@ class Examples(NamedTuple):
 
 class HistorySampler:
     """Random histories made from the training sequences: prefixes of users, some with items left out, some with
-    another user's items behind the newest ones. Works on the device; no Python loop over examples."""
+    another user's items behind the newest ones. Fixed shapes, no Python loop over examples, random numbers from
+    torch's own generator of the device: a CUDA graph can hold it."""
 
-    def __init__(self, train: Sequence[Ints], width: int, device: torch.device, seed: int) -> None:
+    def __init__(self, train: Sequence[Ints], width: int, device: torch.device) -> None:
         self.items = torch.from_numpy(np.concatenate(train)).to(device)
         lengths = np.array([len(s) for s in train])
         self.length = torch.from_numpy(lengths).to(device)
         self.start = torch.from_numpy(np.cumsum(lengths) - lengths).to(device)
-        self.share = self.length.float().sqrt()
+        # long histories are drawn more often, by the root of their length
+        self.share = self.length.double().sqrt().cumsum(0).float()
         self.width, self.device = width, device
-        self.generator = torch.Generator(device).manual_seed(seed)
 
     def draw(self, count: int, dropped: float, mixed: float) -> Examples:
-        """`count` examples; up to the share `dropped` of items leaves an augmented history (half of them are left as
-        they are), and the share `mixed` of histories continues with another user's."""
+        """`count` examples. A history in two loses a random share, at most `dropped`, of its items; the share `mixed`
+        of histories continues with another user's."""
         histories, following = self._prefixes(count)
         other, _ = self._prefixes(count)
         own = self._random(count) >= mixed
         cut = (self._random(count) ** 2 * self.width).long().clamp_min(1)
         place = torch.arange(self.width, device=self.device)
         histories = torch.where(own[:, None] | (place < cut[:, None]), histories, other)
-        following = torch.where(own | (cut >= self.width), following, -1)
         rate = dropped * self._random(count) * (self._random(count) < 0.5)
-        gone = torch.rand(histories.shape, generator=self.generator, device=self.device) < rate[:, None]
+        gone = self._random(count, self.width) < rate[:, None]
         histories = histories.masked_fill(gone, -1)
         packed = torch.argsort((histories < 0).int(), dim=1, stable=True)
         return Examples(histories.gather(1, packed), following)
 
-    def _random(self, count: int) -> Tensor:
-        return torch.rand(count, generator=self.generator, device=self.device)
+    def _random(self, *shape: int) -> Tensor:
+        return torch.rand(shape, device=self.device)
 
     def _prefixes(self, count: int) -> tuple[Tensor, Tensor]:
-        user = torch.multinomial(self.share, count, replacement=True, generator=self.generator)
+        user = sample(self.share.expand(count, -1), 1)[:, 0]
         length, start = self.length[user], self.start[user]
         taken = (self._random(count) * length).long().clamp_max(length - 1) + 1  # 1..length
         place = taken[:, None] - 1 - torch.arange(self.width, device=self.device)
-        histories = torch.where(place >= 0, self.items[(start[:, None] + place).clamp_min(0)], -1)
-        following = torch.where(taken < length, self.items[(start + taken).clamp_max(len(self.items) - 1)], -1)
+        histories = self.items[(start[:, None] + place).clamp_min(0)].masked_fill(place < 0, -1)
+        following = self.items[(start + taken).clamp_max(len(self.items) - 1)].masked_fill(taken >= length, -1)
         return histories, following
+
+
+def sample(cumulative: Tensor, count: int) -> Tensor:
+    """`count` draws with replacement from each row's running totals [B, n]: int64 [B, count]."""
+    at = torch.rand(len(cumulative), count, device=cumulative.device) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative.contiguous(), at, right=True).clamp_max(cumulative.shape[1] - 1)
