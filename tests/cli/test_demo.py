@@ -1,0 +1,29 @@
+"""`widebeam demo` on the repository's own root: the first thing that anybody runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_demo_recommends_for_three_users_and_stops():
+    command = [sys.executable, "-m", "app", "demo", "--root", str(ROOT)]
+    env = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("versions: snapshot") == 3
+    assert done.stdout.count("│ 10 │") == 3
+    assert "curl -s http://127.0.0.1:" in done.stdout
+
+
+def test_a_root_without_weights_is_an_error_with_its_reason(tmp_path):
+    (tmp_path / "deployment.toml").write_text('family = "onerec"\n[sid]\nsizes = [4, 4]\n')
+    command = [sys.executable, "-m", "app", "demo", "--root", str(tmp_path)]
+    command += ["--users", str(ROOT / "examples" / "movielens" / "users.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1
+    assert "no_weights" in done.stderr
