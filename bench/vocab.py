@@ -47,11 +47,11 @@ def sids(items: int) -> np.ndarray:
 
 def trie(items: int) -> Row:
     codes = sids(items)
-    before, start = peak_mb(), time.perf_counter()
+    before, start, cpu = peak_mb(), time.perf_counter(), time.process_time()
     built, _, leaf_items = build_trie(codes, SIZES)
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     return {
-        "items": items, "seconds": round(seconds, 3), "mb_over_the_array": round(peak_mb() - before),
+        "items": items, "seconds": round(seconds, 3), "cpu_seconds": round(cpu, 3), "mb_over_the_array": round(peak_mb() - before),
         "sids": len(leaf_items) - 1, "prefixes": built.prefixes,
     }  # fmt: skip
 
@@ -113,8 +113,11 @@ def import_jsonl(items: int) -> Row:
         subprocess.run([*command, "--json"], cwd=root, env=environment, check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
         megabytes = (root / "items.jsonl").stat().st_size / 1e6
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    return {"items": items, "file_mb": round(megabytes), "seconds": round(seconds, 2), "peak_mb": round(peak)}
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "items": items, "file_mb": round(megabytes), "seconds": round(seconds, 2),
+        "cpu_seconds": round(used.ru_utime + used.ru_stime, 2), "peak_mb": round(used.ru_maxrss / 1024),
+    }  # fmt: skip
 
 
 def load(items: int) -> Row:
@@ -164,6 +167,7 @@ def main() -> None:
         return
     results: dict[str, object] = {
         "command": "python -m bench.vocab",
+        "load_average_before": round(os.getloadavg()[0], 1),
         "machine": {
             "cpus": os.cpu_count(),
             "arch": platform.machine(),

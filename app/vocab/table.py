@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ from app.vocab.vocab import arrange
 
 EXACT = 2**24
 """Integers up to here are float32 values."""
+MAX_ATTRIBUTES = 256
+"""Columns are dense; more names than this are a mistake."""
 TOO_LARGE = (2 - 2**-24) * 2.0**127
 """From here on, rounding to float32 gives infinity."""
 
@@ -65,7 +67,7 @@ class _GrowingColumn:
         if self.kind == "text":
             codes = np.full(count, -1, np.int32)
             words = self._words
-            codes[rows] = [words.setdefault(str(value), len(words)) for value in values]
+            codes[rows] = [words.setdefault(value, len(words)) for value in cast(Sequence[str], values)]
             self._parts.append(_Part(row, codes, present))
         else:
             numbers = np.zeros(count, np.float32)
@@ -129,11 +131,7 @@ class _Growing:
         self._codes.append(block.codes.astype(np.int32))
 
     def _add_ids(self, ids: Sequence[str]) -> None:
-        try:
-            raw = [name.encode() for name in ids]
-        except UnicodeEncodeError as error:
-            row = next(row for row, name in enumerate(ids) if not name.isascii() and not _encodes(name))
-            raise self._refuse("bad_id", "the id holds half of a surrogate pair", row) from error
+        raw = [name.encode() for name in ids]  # no reader lets half of a surrogate pair through
         lengths = np.fromiter(map(len, raw), np.int32, len(raw))
         wrong = (lengths < 1) | (lengths > MAX_ID)
         if wrong.any():
@@ -143,44 +141,40 @@ class _Growing:
         self._lengths.append(lengths)
 
     def _add_attributes(self, attributes: Sequence[Attributes | None]) -> None:
-        rows: dict[str, list[int]] = {}
-        values: dict[str, list[Attribute]] = {}
-        for row, attrs in enumerate(attributes):
-            for name, value in (attrs or {}).items():
-                if value is not None:
-                    rows.setdefault(name, []).append(row)
-                    values.setdefault(name, []).append(value)
-        for name, found in values.items():
-            kind: Literal["text", "number"] = "text" if isinstance(found[0], str) else "number"
+        given = [attrs or {} for attrs in attributes]
+        for name in sorted(set().union(*given)):
+            all_values = [attrs.get(name) for attrs in given]
+            rows = [row for row, value in enumerate(all_values) if value is not None]
+            if not rows:
+                continue
+            values = [all_values[row] for row in rows]
+            kind: Literal["text", "number"] = "text" if isinstance(values[0], str) else "number"
             column = self._columns.setdefault(name, _GrowingColumn(kind))
-            self._check_values(name, column.kind, rows[name], found)
-            column.add(self._rows, len(attributes), rows[name], found)
+            if len(self._columns) > MAX_ATTRIBUTES:
+                raise self._refuse("too_many_attributes", f"more than {MAX_ATTRIBUTES} different attributes", rows[0])
+            if not _all_good(column.kind, values):
+                self._check_values(name, column.kind, rows, values)
+            column.add(self._rows, len(given), rows, values)
 
     def _check_values(self, name: str, kind: str, rows: Sequence[int], values: Sequence[Attribute]) -> None:
-        if not _encodes(name):
-            raise self._refuse("bad_attribute", "an attribute's name holds half of a surrogate pair", rows[0])
+        """Raise Rejected for the first value that cannot be kept."""
         for row, value in zip(rows, values, strict=True):
             if isinstance(value, str) != (kind == "text"):
                 found = "text" if isinstance(value, str) else "a number"
                 raise self._refuse("attribute_type", f"attribute {name!r} is {found}; above it is a {kind}", row)
-            if isinstance(value, str):
-                if not value.isascii() and not _encodes(value):
-                    raise self._refuse("bad_attribute", f"attribute {name!r} holds half of a surrogate pair", row)
-            elif value is not None and not _is_float32(value):
-                message = (
-                    f"attribute {name!r} = {value:.17g}"
-                    if isinstance(value, float)
-                    else f"attribute {name!r} = {value}"
-                )
-                raise self._refuse("bad_attribute", f"{message} is no 32-bit float: scale it, or write it as text", row)
+            if isinstance(value, int | float) and not _is_float32(value):
+                shown = f"{value:.17g}" if isinstance(value, float) else str(value)[:40]
+                message = f"attribute {name!r} = {shown} is no 32-bit float: scale it, or write it as text"
+                raise self._refuse("bad_attribute", message, row)
 
 
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _all_good(kind: str, values: Sequence[Attribute]) -> bool:
+    """Whether all values can be kept, quickly; False also where a closer look is needed."""
+    types = set(map(type, values))
+    if kind == "text":
+        return types == {str}
+    numbers = cast(Sequence[float], values)
+    return types <= {int, float} and max(numbers) <= EXACT and min(numbers) >= -EXACT
 
 
 def _is_float32(value: float) -> bool:

@@ -256,6 +256,33 @@ REFUSED: dict[str, tuple[str, bytes, str, str | None]] = {
     "jsonl: attribute that float32 would change": ("jsonl", line(attrs={"key": 16777217}), "bad_attribute", "line 1"),
     "jsonl: attribute too large": ("jsonl", line(attrs={"price": 1e39}), "bad_attribute", "line 1"),
     "jsonl: attribute far too large": ("jsonl", line(attrs={"price": 10**400}), "bad_attribute", "line 1"),
+    "jsonl: half a surrogate pair in an id": ("jsonl", b'{"id": "\\ud800", "sid": [1, 2, 3]}', "bad_item", "line 1"),
+    "jsonl: half a surrogate pair in a name": (
+        "jsonl",
+        OK + b'{"id": "y", "sid": [1, 2, 3], "attrs": {"\\udc00": 1}}',
+        "bad_item",
+        "line 2",
+    ),
+    "jsonl: half a surrogate pair in a value": (
+        "jsonl",
+        OK + b'{"id": "y", "sid": [1, 2, 3], "attrs": {"a": "\\udc00"}}',
+        "bad_item",
+        "line 2",
+    ),
+    "jsonl: too many attributes": (
+        "jsonl",
+        OK + line(attrs={str(i): i for i in range(257)}),
+        "too_many_attributes",
+        "line 2",
+    ),
+    "jsonl: a late attribute of another type": (
+        "jsonl",
+        line(attrs={"a": 1})
+        + b"".join(line(id=str(i), attrs={"a": None}) for i in range(9))
+        + line(id="z", attrs={"a": "1"}),
+        "attribute_type",
+        "line 11",
+    ),
     "index-json: empty": ("index-json", b"", "bad_json", "item 1"),
     "index-json: no items": ("index-json", b" {} ", "no_items", None),
     "index-json: cut": ("index-json", b'{"0": ["<a_1>", "<b_2>", "<c_3>"], "1": ["<a_', "bad_json", "item 2"),

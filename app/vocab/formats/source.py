@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
@@ -148,8 +149,10 @@ def decode_each(
 
 def stack(source: Source, sids: Sequence[Sequence[int]], place: Place) -> npt.NDArray[np.int64]:
     """SIDs as an array [m, steps]. Raises Rejected("sid_length") for one with another number of codes."""
-    for i, sid in enumerate(sids):
-        if len(sid) != source.steps:
-            message = f"the SID has {len(sid)} codes; the deployment has {source.steps} steps"
-            raise source.refuse("sid_length", message, place(i))
-    return np.array(sids, np.int64).reshape(len(sids), source.steps)
+    steps = source.steps
+    if set(map(len, sids)) - {steps}:
+        i = next(i for i, sid in enumerate(sids) if len(sid) != steps)
+        message = f"the SID has {len(sids[i])} codes; the deployment has {steps} steps"
+        raise source.refuse("sid_length", message, place(i))
+    flat = np.fromiter(chain.from_iterable(sids), np.int64, len(sids) * steps)
+    return flat.reshape(len(sids), steps)
