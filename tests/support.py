@@ -21,6 +21,7 @@ from app.engine.families.onerec_reference import OneRecReference
 from app.errors import WidebeamError
 from app.policies.assign import Traffic
 from app.policies.compile import compile_policy
+from app.policies.experiments import Loaded
 from app.policies.plan import Plan
 from app.policies.source import Source
 from app.runtime.admission import Admission
@@ -110,6 +111,7 @@ class Policies:
     def __init__(self, plans: Mapping[str, Plan], default: str = "base", traffic: Traffic | None = None) -> None:
         self._plans, self.default = plans, default
         self.traffic = traffic or Traffic(plans.get(default))
+        self.experiments: Mapping[str, Loaded] = {}
 
     def plan(self, name: str) -> Plan | None:
         """See `runtime.snapshot.Policies`."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from app.core import Exposure, Outcome, Versions
-from app.policies.assign import HOLDOUT, POINTS, Assignment, Decision, Experiment, Traffic, u64
+from app.policies.assign import EVERYTHING, HOLDOUT, POINTS, Assignment, Decision, Experiment, Traffic, u64
+from app.policies.experiments import Loaded
 
 SRM_P: Final = 0.001
 """Below this the arms' sizes are no accident: something loses units of an arm (`srm` in the status)."""
@@ -127,6 +128,21 @@ class Counts:
         if traffic is not self._traffic:
             self._follow(traffic)
         return {name: _document(one, self._tallies[name], now) for name, one in sorted(traffic.experiments.items())}
+
+
+def with_files(
+    counts: Mapping[str, Mapping[str, object]], files: Mapping[str, Loaded], killed: Collection[str]
+) -> dict[str, object]:
+    """The status document's `experiments`: counts of what serves, and what became of each file."""
+    return {
+        name: {
+            **counts.get(name, {"state": "rejected"}),
+            "standing": one.standing,
+            "killed": name in killed or EVERYTHING in killed,
+            "errors": [finding.data() for finding in one.findings],
+        }
+        for name, one in sorted(files.items())
+    }
 
 
 def _split(one: Experiment) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ writer's. The queue is bounded; a full queue or a bad disk loses lines, counts t
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -20,31 +21,30 @@ from app.runtime.logs import Log
 
 QUEUE: Final = 8192
 MAX_BYTES: Final = 64 * 2**20
-KEEP: Final = 16
-CURRENT: Final = "current.jsonl"
+MAX_TOTAL: Final = 16 * MAX_BYTES
 
 Make = Callable[[], object]
 """What a line says, made on the writer's thread."""
 
 
 class Rotated:
-    """One kind of lines: `directory/current.jsonl`, renamed to the moment of its end when it is full. One thread only.
+    """One kind of lines: files `directory/<moment>-<process>.jsonl`, a new one when one is full. One thread only.
 
-    max_bytes: size after which a file is closed · keep: closed files that stay, the newest
+    A file belongs to one process, so servers that share a directory do not write into each other's lines.
+    max_bytes: size of a file · max_total: what all files of the directory may take; the oldest go
     """
 
-    def __init__(self, directory: Path, *, max_bytes: int = MAX_BYTES, keep: int = KEEP) -> None:
-        self.directory, self._max, self._keep = directory, max_bytes, keep
+    def __init__(self, directory: Path, *, max_bytes: int = MAX_BYTES, max_total: int = MAX_TOTAL) -> None:
+        self.directory, self._max, self._max_total = directory, max_bytes, max_total
         self._file: BinaryIO | None = None
         self._size = 0
 
     def write(self, line: bytes) -> None:
         """Append a line. Raises OSError; the next call starts afresh."""
         if self._file is not None and self._size + len(line) > self._max:
-            self._rotate()
+            self.close()
         if self._file is None:
-            self._open()
-        assert self._file is not None
+            self._file, self._size = self._open(), 0
         self._file.write(line)
         self._size += len(line)
 
@@ -60,33 +60,21 @@ class Rotated:
                 self._file.close()
             self._file = None
 
-    def _open(self) -> None:
+    def _open(self) -> BinaryIO:
         self.directory.mkdir(parents=True, exist_ok=True)
-        path = self.directory / CURRENT
-        if path.exists() and path.stat().st_size >= self._max:
-            self._name_closed(path)
-        file = path.open("ab")
-        self._size = file.tell()
-        if self._size and not _ends_in_newline(path):  # an earlier process ended in the middle of a line
-            file.write(b"\n")
-        self._file = file
-
-    def _rotate(self) -> None:
-        self.close()
-        self._name_closed(self.directory / CURRENT)
-
-    def _name_closed(self, path: Path) -> None:
+        self._make_room()
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-        path.rename(self.directory / f"{stamp}.jsonl")
-        closed = sorted(one for one in self.directory.glob("*.jsonl") if one.name != CURRENT)
-        for old in closed[: -self._keep]:
-            old.unlink(missing_ok=True)
+        return (self.directory / f"{stamp}-{os.getpid()}.jsonl").open("ab")
 
-
-def _ends_in_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"
+    def _make_room(self) -> None:
+        files = sorted(self.directory.glob("*.jsonl"))
+        sizes = [file.stat().st_size for file in files]
+        left = sum(sizes) + self._max
+        for file, size in zip(files, sizes, strict=True):
+            if left <= self._max_total:
+                return
+            file.unlink(missing_ok=True)
+            left -= size
 
 
 class Writer:

@@ -26,7 +26,7 @@ from app.policies.load import Folder, compile_folder
 from app.policies.source import Source
 from app.runtime.contract import make_contract
 from app.runtime.exposure import Counts, chi_square_p, sample_ratio_p
-from app.runtime.jsonlines import CURRENT, Rotated, Writer
+from app.runtime.jsonlines import Rotated, Writer
 from app.runtime.loader import Loaded
 from app.runtime.logs import make_log
 from app.runtime.metrics import Metrics
@@ -114,8 +114,8 @@ class World:
 
     def lines(self, kind="exposures"):
         self.files.close()
-        file = self.state / kind / CURRENT
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        files = sorted((self.state / kind).glob("*.jsonl"))
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 class Clock:
@@ -324,7 +324,7 @@ def test_a_full_queue_loses_the_newest_and_counts_them(tmp_path):
     assert lost == ["x"] * 3
     go.set()
     writer.close()
-    assert (tmp_path / CURRENT).read_text() == "0\n1\n2\n"
+    assert next(tmp_path.iterdir()).read_text() == "0\n1\n2\n"
 
 
 def test_lines_are_made_and_written_on_the_writers_own_thread(tmp_path):
@@ -335,21 +335,25 @@ def test_lines_are_made_and_written_on_the_writers_own_thread(tmp_path):
 
 
 def test_files_rotate_by_size_and_the_oldest_go(tmp_path):
-    file = Rotated(tmp_path, max_bytes=20, keep=3)
+    file = Rotated(tmp_path, max_bytes=20, max_total=80)
     for n in range(20):
         file.write(b"%08d\n" % n)
     file.close()
-    closed = sorted(path for path in tmp_path.iterdir() if path.name != CURRENT)
-    assert [path.read_text().split() for path in closed] == [[f"{n:08d}", f"{n + 1:08d}"] for n in (12, 14, 16)]
-    assert (tmp_path / CURRENT).read_text().split() == ["00000018", "00000019"]
+    left = [path.read_text().split() for path in sorted(tmp_path.iterdir())]
+    assert left == [[f"{n:08d}", f"{n + 1:08d}"] for n in (12, 14, 16, 18)]
 
 
-def test_a_line_that_was_cut_off_does_not_spoil_the_next(tmp_path):
-    (tmp_path / CURRENT).write_bytes(b'{"half')
-    file = Rotated(tmp_path)
-    file.write(b"1\n")
-    file.close()
-    assert (tmp_path / CURRENT).read_bytes() == b'{"half\n1\n'
+def test_a_process_never_writes_into_the_lines_of_another(tmp_path):
+    (tmp_path / "20200101T000000.000000Z-1.jsonl").write_bytes(b'{"half')
+    one, two = Rotated(tmp_path), Rotated(tmp_path)
+    for _ in range(3):
+        one.write(b"1\n" * 5000)
+        two.write(b"2\n" * 5000)
+    one.close()
+    two.close()
+    found = [{*path.read_text().split()} for path in sorted(tmp_path.iterdir())]
+    assert found[0] == {'{"half'}
+    assert {frozenset(one) for one in found[1:]} == {frozenset("1"), frozenset("2")}
 
 
 # ---- counts --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import pytest
 from app.config import Log as LogSettings
 from app.core import Embeddings, Exposure, HistoryIds, Item, Outcome, Request, Timings, TokenIds, Versions
 from app.policies.assign import Assignment, Traffic
-from app.runtime.jsonlines import CURRENT
 from app.runtime.logs import make_log
 from app.runtime.metrics import Metrics
 from app.runtime.recorder import Files
@@ -46,8 +45,8 @@ def files(tmp_path, **settings):
 
 
 def lines(tmp_path):
-    path = tmp_path / "requests" / CURRENT
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    files = sorted((tmp_path / "requests").glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def test_the_sample_is_a_function_of_the_request_id():
