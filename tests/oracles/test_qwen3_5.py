@@ -1,7 +1,7 @@
 """transformers' own beam search over Gated DeltaNet hybrids finds the same items with the same scores (OneLA).
 
-transformers carries a recurrent state for every beam; ours are one S_ctx a request and records. Its chunked prefill, its
-recurrent decode and our replay round differently, so near-ties are 3e-4 wide here.
+transformers carries a recurrent state for every beam; ours are one S_ctx a request and records. Its chunked prefill,
+its recurrent decode and our replay round differently, so near-ties are 3e-4 wide here.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ SETTINGS: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
 
 
@@ -101,7 +102,7 @@ def test_generate_finds_the_same_items(kind, sizes, tmp_path):
         ("qwen3_5", {"linear_conv_kernel_dim": 2}),
         ("qwen3_5", {"linear_conv_kernel_dim": 7, "linear_num_key_heads": 4}),
         ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}),
-        ("qwen3_5", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6, "partial_rotary_factor": 0.5}}),
+        ("qwen3_5", {"rope_parameters": LINEAR_ROPE}),
         ("qwen3_next", {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_value_head_dim": 5}),
         ("qwen3_next", {"attention_bias": True, "mlp_only_layers": [0, 1, 2, 3], "num_experts": 4}),
     ],

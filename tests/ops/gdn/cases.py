@@ -1,4 +1,4 @@
-"""Inputs of the gated delta rule as a model makes them, and a tree of beams with its states as the definition has them."""
+"""Inputs of the gated delta rule as a model makes them, and a tree of beams with the states that the definition gives."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def new_records(steps: int, rows: int, shape: Shape, dtype: torch.dtype = torch.
 
 
 def tree(widths: list[list[int]], seed: int) -> list[Tensor]:
-    """Parents of each step's rows, widths[t][r] beams of request r: any beam of the same request, so some are pruned and
-    others have many children in any order. Step 0's parents are the requests."""
+    """Parents of each step's rows, widths[t][r] beams of request r: any beam of the same request, so some are pruned
+    and others have many children, in any order. Step 0's parents are the requests."""
     generator = torch.Generator().manual_seed(seed)
     parents, start = [], torch.arange(len(widths[0]) + 1)
     for width in widths:
@@ -109,9 +109,7 @@ def decode(
         else:
             ancestry = ancestry[parent]
         start = torch.tensor([0, *widths[t]]).cumsum(0)
-        o, record = replay(
-            *x[:3], x.alpha, x.beta, s_ctx, slots, row_start=start, ancestry=ancestry, compact=compact
-        )
+        o, record = replay(*x[:3], x.alpha, x.beta, s_ctx, slots, row_start=start, ancestry=ancestry, compact=compact)
         slots.put(t, record)
         ours.append(o)
     return Run(ours, theirs)
