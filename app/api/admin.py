@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hmac
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from fastapi import APIRouter, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api import errors, media, openapi
 from app.api.health import Readiness
-from app.runtime.front import Front
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
 
@@ -116,7 +115,14 @@ class AdminAuth:
         return None
 
 
-def routes(front: Front, readiness: Readiness, metrics: Metrics) -> APIRouter:
+class HasStatus(Protocol):
+    """Whoever knows the whole state of the server: the front door, or what steers it."""
+
+    def status(self) -> dict[str, object]:
+        """The document of `GET /admin/v1/status`."""
+
+
+def routes(front: HasStatus, readiness: Readiness, metrics: Metrics) -> APIRouter:
     """The admin routes, without their prefix."""
     router = APIRouter()
 

@@ -10,13 +10,14 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from app.api import errors, health, openapi, wire
+from app.api import admin_assignments, admin_live, errors, health, openapi, wire
 from app.api.admin import AdminAuth, Tokens
 from app.api.admin import routes as admin_routes
 from app.api.health import Readiness
 from app.api.middleware import BodyGuard, Edge
-from app.api.recommend import TIMEOUT_HEADERS, Recommend
+from app.api.recommend import ARM_HEADER, TIMEOUT_HEADERS, Recommend
 from app.config import Deployment
+from app.runtime.control import Control
 from app.runtime.front import Front
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
@@ -74,12 +75,17 @@ def admin(
     readiness: Readiness,
     tokens: Tokens | None,
     clock: Callable[[], float] = time.monotonic,
+    control: Control | None = None,
 ) -> ASGIApp:
-    """The admin application, everything under /admin/v1. tokens None = no authentication (loopback only: `server`)."""
+    """The admin application, everything under /admin/v1. tokens None = no authentication (loopback only: `server`);
+    control None = nothing changes while this server runs."""
     app = _fastapi("Widebeam admin", "Status and control of one server.", "/admin/v1/openapi.json")
-    app.include_router(admin_routes(front, readiness, metrics), prefix="/admin/v1")
+    app.include_router(admin_routes(control or front, readiness, metrics), prefix="/admin/v1")
+    if control is not None:
+        app.include_router(admin_live.routes(control), prefix="/admin/v1")
+    app.include_router(admin_assignments.routes(front), prefix="/admin/v1")
     scheme = {"token": {"type": "http", "scheme": "bearer"}}
-    openapi.install(app, (), security=None if tokens is None else scheme)
+    openapi.install(app, admin_live.BODIES if control else (), security=None if tokens is None else scheme)
     guarded: ASGIApp = app if tokens is None else AdminAuth(app, tokens)
     return _wrap(guarded, deployment, log, readiness, clock)
 
@@ -109,6 +115,13 @@ def _parameters() -> list[openapi.Schema]:
         {"name": name.decode(), "in": "header", "required": False, "description": about, "schema": budget}
         for name in TIMEOUT_HEADERS
     ] + [
+        {
+            "name": ARM_HEADER.decode(),
+            "in": "header",
+            "required": False,
+            "description": "EXPERIMENT=ARM[,EXPERIMENT=ARM]: serve these arms; only where the deployment allows it",
+            "schema": {"type": "string"},
+        },
         {
             "name": "x-request-id",
             "in": "header",

@@ -25,6 +25,7 @@ from app.api.health import Readiness
 from app.api.protocol import protocol
 from app.config import Deployment, Server
 from app.errors import BadDeployment, WidebeamError
+from app.runtime.control import Control
 from app.runtime.front import Front
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
@@ -56,11 +57,13 @@ async def serve(
     root: Path = Path(),
     on_ready: Callable[[Addresses], None] = lambda _: None,
     stop: asyncio.Event | None = None,
+    control: Control | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. Meant for uvloop's event loop.
 
     root      the deployment root; a relative `server.admin_tokens` lies under it
     on_ready  called once both listeners accept connections (the runtime may still be loading: that is readiness)
+    control   what the admin application steers; None = it only reads the status
     stop      given: setting it does what SIGTERM does, and no signal handler is touched (for callers with their own)
 
     Raises BadDeployment for `admin_auth = "none"` off loopback, CannotListen for an address that is taken or wrong.
@@ -73,7 +76,8 @@ async def serve(
         sockets = [stack.enter_context(_listen(server.host, port)) for port in (server.port, server.admin_port)]
         addresses = Addresses(*(_url(server.host, listener) for listener in sockets))
         public = Listener(apps.public(front, deployment, metrics, log, readiness), server, sockets[0])
-        admin = Listener(apps.admin(front, deployment, metrics, log, readiness, tokens), server, sockets[1])
+        admin_app = apps.admin(front, deployment, metrics, log, readiness, tokens, control=control)
+        admin = Listener(admin_app, server, sockets[1])
         if stop is None:
             stop = stack.enter_context(_stop_on_signals(log))
         lag = asyncio.create_task(_watch_lag(metrics))

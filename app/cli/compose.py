@@ -16,9 +16,11 @@ import torch
 from app.cli.deployment import read_deployment
 from app.config import Deployment, Server, SidConfig
 from app.errors import BadDeployment
+from app.runtime.live import Live
 from app.runtime.loader import Loaded, load_root
 from app.runtime.logs import Log, make_log
 from app.runtime.metrics import Metrics
+from app.runtime.recorder import Files
 from app.runtime.runtime import Runtime
 from app.runtime.status import Reason
 
@@ -44,13 +46,14 @@ class Overrides:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A composed server: `runtime.start(load)` makes it ready, or says why not."""
+    """A composed server: `runtime.start(load)` makes it ready, or says why not; `live` follows the root for ever."""
 
     deployment: Deployment
     metrics: Metrics
     log: Log
     build: Callable[[], Runtime]
     load: Callable[[], Loaded]
+    live: Callable[[Runtime], Live]
 
 
 def compose(root: Path, overrides: Overrides, stream: BinaryIO, *, tolerant: bool = False) -> Service:
@@ -74,7 +77,14 @@ def compose(root: Path, overrides: Overrides, stream: BinaryIO, *, tolerant: boo
             return Loaded(reasons=(Reason(bad.code, bad.message, bad.path),))
         return load_root(root, deployment, log)
 
-    return Service(deployment, metrics, log, lambda: Runtime(deployment, metrics, log, clock), load)
+    def build() -> Runtime:
+        records = Files(deployment.log, root / deployment.server.state_dir, metrics, log, clock)
+        return Runtime(deployment, metrics, log, clock, recorder=records)
+
+    def live(runtime: Runtime) -> Live:
+        return Live(root, deployment, runtime, metrics, log, clock)
+
+    return Service(deployment, metrics, log, build, load, live)
 
 
 def available_cores() -> int:

@@ -36,15 +36,24 @@ async def run(
     on_ready: Callable[[server.Addresses], None] = lambda _: None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve a composed service: listen at once, load beside it, become ready when that is done."""
+    """Serve a composed service: listen at once, load beside it, become ready when that is done, follow the root."""
     runtime = service.build()
-    starting = asyncio.create_task(runtime.start(service.load))
+    live = service.live(runtime)
+    following = asyncio.create_task(live.run(service.load))
     try:
         await server.serve(
-            runtime, service.deployment, service.metrics, service.log, root=root, on_ready=on_ready, stop=stop
+            runtime,
+            service.deployment,
+            service.metrics,
+            service.log,
+            root=root,
+            on_ready=on_ready,
+            stop=stop,
+            control=live,
         )
     finally:
-        starting.cancel()
+        following.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await starting
+            await following
+        live.close()
         runtime.close()

@@ -27,11 +27,13 @@ class Batcher:
         clock: Callable[[], float],
         done: Callable[[Sequence[Served]], None],
         dropped: Callable[[Job], None],
+        formed: Callable[[Batch], None] = lambda _: None,
     ) -> None:
         """limits: those of the contract that new requests are admitted under; assigned anew when it changes
-        done: the ends of a batch · dropped: a queued job whose client had gone or whose time had passed."""
+        done: the ends of a batch · dropped: a queued job whose client had gone or whose time had passed
+        formed: a batch was handed to the engine."""
         self._thread, self._clock, self.limits = thread, clock, limits
-        self._done_with, self._dropped = done, dropped
+        self._done_with, self._dropped, self._formed = done, dropped, formed
         self._waiting: deque[Job] = deque()
         self._waiting_rows = 0
         self._pump_scheduled = False
@@ -92,6 +94,7 @@ class Batcher:
         if batch is not None:
             self._running, self._began = batch, self._clock()
             self._thread.run(batch, asyncio.get_running_loop(), self._finished)
+            self._formed(batch)
         self._settle()
 
     def _finished(self, batch: Batch, served: Sequence[Served]) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from app.config import Deployment
 from app.core import History, HistoryIds, Request
 from app.errors import WidebeamError
+from app.policies.plan import Plan
 from app.runtime.job import Job, plan_rows
 from app.runtime.snapshot import Snapshot
 
@@ -25,15 +25,17 @@ class _Present:
         return None
 
 
-def canary_jobs(snapshot: Snapshot, deployment: Deployment) -> Iterator[tuple[Job, ...]]:
-    """Batches of one request, and of as many as one decode step takes, under each structure's first policy."""
+def canary_jobs(snapshot: Snapshot, plan: Plan, *, alone: bool) -> Iterator[tuple[Job, ...]]:
+    """A batch of one request under a plan, and unless `alone` one of as many as a decode step takes (4 at most)."""
     items = np.arange(min(HISTORY, len(snapshot.vocab)), dtype=np.int64)
     inputs = snapshot.engine.prepare(History(snapshot.vocab.sids(items)))
-    for plan in snapshot.policies.plans():
-        planned = plan_rows(plan, snapshot.contract, snapshot.trie.prefixes)
-        request = Request("canary", HistoryIds(()), k=1)
-        job = Job(request, _Present(), snapshot, plan, inputs, planned, None, None, 0.0)
-        many = max(1, min(deployment.limits.batch, deployment.limits.rows // job.rows, 4))
-        yield (job,)
-        if many > 1:
-            yield tuple(Job(request, _Present(), snapshot, plan, inputs, planned, None, None, 0.0) for _ in range(many))
+    planned = plan_rows(plan, snapshot.contract, snapshot.trie.prefixes)
+    request, limits = Request("canary", HistoryIds(()), k=1), snapshot.contract.limits
+
+    def job() -> Job:
+        return Job(request, _Present(), snapshot, plan, inputs, planned, None, None, 0.0)
+
+    yield (job(),)
+    many = min(limits.batch, limits.rows // job().rows, 4)
+    if many > 1 and not alone:
+        yield tuple(job() for _ in range(many))

@@ -5,23 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from app.core import Contract, Inputs, Ranked, Request
 from app.errors import WidebeamError
 from app.policies.plan import Plan
-from app.runtime.snapshot import Snapshot
-
-Int64s = npt.NDArray[np.int64]
-
-
-class DeadNodes(NamedTuple):
-    """Prefixes of which every item is in a set: per step t the sorted trie nodes of depth t (prefix exhaustion).
-    items: the set itself, sorted item numbers."""
-
-    items: Int64s
-    nodes: tuple[Int64s, ...]
+from app.runtime.snapshot import DeadNodes, Snapshot
 
 
 class Leaving(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -21,26 +21,39 @@ MAX_NAMES: Final = 1000
 MAX_NAME: Final = 128
 
 
+class Read(NamedTuple):
+    """What the disk says: listed, posted None = cannot be read. posts: how often somebody had posted before."""
+
+    listed: frozenset[str] | None
+    posted: frozenset[str] | None
+    posts: int
+
+
 class KillSwitch:
-    """What is killed now. `poll` reads the disk; a file that cannot be read changes nothing."""
+    """What is killed now. `take(read())` follows the disk; a file that cannot be read changes nothing."""
 
     def __init__(self, policies: Path, state: Path) -> None:
         self._file, self._state = policies / FILE, state / state_dir.KILLED
         self._listed: frozenset[str] = frozenset()
         self._posted: frozenset[str] = frozenset()
-        self.poll()
+        self._posts = 0
+        self.take(self.read())
 
     @property
     def names(self) -> frozenset[str]:
         """Everything that is killed."""
         return self._listed | self._posted
 
-    def poll(self) -> frozenset[str]:
-        """Read both sources again; the names now."""
-        listed = _read_list(self._file)
-        self._listed = self._listed if listed is None else listed
-        posted = _read_posted(self._state)
-        self._posted = self._posted if posted is None else posted
+    def read(self) -> Read:
+        """Both sources as the disk has them; any thread."""
+        posts = self._posts
+        return Read(_read_list(self._file), _read_posted(self._state), posts)
+
+    def take(self, read: Read) -> frozenset[str]:
+        """Let a read count; the names now. Where somebody posted after it was begun, the post counts."""
+        self._listed = self._listed if read.listed is None else read.listed
+        if read.posted is not None and read.posts == self._posts:
+            self._posted = read.posted
         return self.names
 
     def post(self, add: Iterable[str], remove: Iterable[str]) -> frozenset[str]:
@@ -53,6 +66,7 @@ class KillSwitch:
             raise InvalidRequest(f"more than {MAX_NAMES} names", path="$.kill")
         state_dir.write(self._state, msgspec.json.encode(sorted(posted)) + b"\n")
         self._posted = posted
+        self._posts += 1
         return self.names
 
     def document(self) -> list[dict[str, str]]:

@@ -10,6 +10,7 @@ from typing import Final
 
 from app.config import Deployment
 from app.errors import InvalidRequest
+from app.runtime.exposure import with_files
 from app.runtime.kill import KillSwitch
 from app.runtime.loader import Loaded
 from app.runtime.logs import Log
@@ -76,7 +77,7 @@ class Live:
     async def _follow_kill(self) -> None:
         while True:
             with suppress(OSError):
-                self._apply_kill(await asyncio.to_thread(self._kill.poll))
+                self._apply_kill(self._kill.take(await asyncio.to_thread(self._kill.read)))
             await asyncio.sleep(KILL_PERIOD_S)
 
     def _apply_kill(self, names: frozenset[str]) -> None:
@@ -121,4 +122,7 @@ class Live:
         active, state = document.get("active"), self._policies.in_force
         if isinstance(active, dict) and state is not None:
             active["policies"] = {"generation": state.generation, "ok": state.ok}
+        serving = document["experiments"]
+        if isinstance(serving, dict) and state is not None:  # a refused edit changes no snapshot
+            document["experiments"] = with_files(serving, state.policies.experiments, self._kill.names)
         return {**document, "killed": self._kill.document(), "watch": self._watch.status()}

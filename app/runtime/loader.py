@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,20 +14,27 @@ import torch
 from app.config import Deployment
 from app.core import Contract
 from app.engine.engine import Engine
-from app.engine.families.base import Family, ModelFiles
+from app.engine.families.base import ModelFiles
 from app.engine.registry import family
 from app.engine.tokens import read_json
 from app.engine.weights import load as load_weights
 from app.engine.weights import read_entries, resolve_precision
 from app.errors import Rejected
-from app.policies.load import PolicySet, load_policies
+from app.policies.cache import Cache
+from app.policies.load import PolicySet, snapshot
 from app.runtime.contract import make_contract
-from app.runtime.desired import wishes
+from app.runtime.desired import Chosen, Option, choose, usable, wishes
+from app.runtime.in_force import InForce, compiler, renew
 from app.runtime.logs import Log
-from app.runtime.snapshot import ArtifactRef, DeviceTrie, Snapshot
+from app.runtime.snapshot import ArtifactRef, DeviceTrie, Policies, Snapshot, snapshot_id
+from app.runtime.state_dir import load_last_good
+from app.runtime.states import State
 from app.runtime.status import ArtifactStatus, Reason, now_iso
+from app.runtime.survey import Survey, survey
+from app.runtime.takedowns import NOTHING, Takedowns, load_takedowns
+from app.runtime.watch import scan
 from app.vocab.artifact import load_vocab
-from app.vocab.manifest import Found, Kind, Manifest, verify, versions
+from app.vocab.manifest import Kind, Manifest, verify
 from app.vocab.vocab import Vocab
 
 T = TypeVar("T")
@@ -37,26 +44,26 @@ T = TypeVar("T")
 class Loaded:
     """What became of a root. Either `snapshot` is there, or `reasons` say why not.
 
-    policies: the status document's `policies`, by name
+    in_force: the policies, which may be there without a snapshot
     """
 
     snapshot: Snapshot | None = None
     reasons: tuple[Reason, ...] = ()
     artifacts: tuple[ArtifactStatus, ...] = ()
-    policies: Mapping[str, object] = field(default_factory=dict)
+    in_force: InForce | None = None
     device: str = "cpu"
 
 
-def load_root(root: Path, deployment: Deployment, log: Log) -> Loaded:
+def load_root(root: Path, deployment: Deployment, log: Log, clock: Callable[[], float] = time.monotonic) -> Loaded:
     """Load the wanted versions of a deployment root. Never raises for what files say: the reasons are in the result."""
-    gate = _Gate(root, deployment, log)
+    gate = _Gate(root, deployment, log, clock)
     try:
         device = resolve_device(deployment.device)
-        snapshot, policies = gate.snapshot(family(deployment.family), device)
+        snapshot = gate.snapshot(device)
     except Rejected as error:
         reason = Reason(error.code, error.message, error.location)
-        return Loaded(None, (reason,), tuple(gate.artifacts), gate.policies, deployment.device)
-    return Loaded(snapshot, (), tuple(gate.artifacts), policies, str(device))
+        return Loaded(None, (reason,), gate.artifacts, gate.in_force, deployment.device)
+    return Loaded(snapshot, (), gate.artifacts, gate.in_force, str(device))
 
 
 def resolve_device(name: str) -> torch.device:
@@ -94,92 +101,186 @@ def _name(dtype: torch.dtype) -> str:
 class _Gate:
     """One attempt at a root; remembers what it saw of each version."""
 
-    def __init__(self, root: Path, deployment: Deployment, log: Log) -> None:
-        self._root, self._deployment, self._log = root, deployment, log
-        self.artifacts: list[ArtifactStatus] = []
-        self.policies: Mapping[str, object] = {}
+    def __init__(self, root: Path, deployment: Deployment, log: Log, clock: Callable[[], float]) -> None:
+        self._root, self._deployment, self._log, self._clock = root, deployment, log, clock
+        self._state = root / deployment.server.state_dir
+        self._notes: dict[tuple[Kind, str], ArtifactStatus] = {}
+        self._first: Rejected | None = None
+        self.in_force: InForce | None = None
 
-    def snapshot(self, kind: type[Family], device: torch.device) -> tuple[Snapshot, Mapping[str, object]]:
-        """Raises Rejected with the first thing that keeps this root from serving."""
-        sid, limits = self._deployment.sid, self._deployment.limits
+    @property
+    def artifacts(self) -> tuple[ArtifactStatus, ...]:
+        """What became of each version."""
+        return tuple(self._notes.values())
 
-        def weights(directory: Path) -> Engine:
-            precision = self._deployment.precision
-            return load_weights(directory, kind, sid, limits, precision=precision, device=device)
-
-        engine, weights_manifest = self._first("weights", weights)
-        vocab, vocab_manifest = self._first("vocab", lambda directory: load_vocab(directory, sid.sizes))
-        _agree(engine, weights_manifest, vocab, vocab_manifest)
-        config = read_json(self._root / "weights" / weights_manifest.version / "config.json")
-        assert isinstance(config, dict), "the engine was built from it"
-        contract = make_contract(engine, config, self._deployment, _name(engine.dtype))
-        trie = DeviceTrie.of(vocab, device)
-        policies = self._policies(contract, trie)
-        since = now_iso()
-        parts = [contract.id, weights_manifest.digest, vocab_manifest.digest, policies.id]
-        snapshot = Snapshot(
-            id=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12],
-            contract=contract,
-            engine=engine,
-            weights=ArtifactRef(weights_manifest.version, weights_manifest.digest, since),
-            vocab=vocab,
-            vocab_ref=ArtifactRef(vocab_manifest.version, vocab_manifest.digest, since),
-            trie=trie,
-            policies=policies,
-        )
-        return snapshot, self.policies
-
-    def _first(self, kind: Kind, load: Callable[[Path], T]) -> tuple[T, Manifest]:
-        """The first wanted version that passes. Where nobody asks for a certain one, older ones are tried in turn.
-
-        Raises Rejected: none there, or the reason of the newest.
-        """
-        wish = wishes(self._root, self._root / self._deployment.server.state_dir, kind)
-        for found in versions(self._root, kind):
-            if not found.complete:
-                self._note(kind, found, "incomplete")
-        first: Rejected | None = None
-        for found in wish.found:
-            try:
-                manifest = verify(found.directory, kind)
-                loaded = load(found.directory)
-            except Rejected as error:
-                place = f"{kind}/{found.version}" + (f"/{error.location}" if error.location else "")
-                reason = Reason(error.code, error.message, place)
-                self._note(kind, found, "rejected", reason=reason)
-                self._log.error(
-                    "artifact_rejected",
-                    kind=kind,
-                    version=found.version,
-                    code=error.code,
-                    message=error.message,
-                    location=place,
-                )
-                first = first or Rejected(error.code, error.message, location=place)
+    def snapshot(self, device: torch.device) -> Snapshot:
+        """The newest versions that pass and agree. Raises Rejected with what keeps the newest out, if none do."""
+        seen = survey(self._root, self._state)
+        if seen.problem is not None:
+            raise seen.problem
+        self._look(seen)
+        engines, vocabs, apart = dict[str, Engine](), dict[str, Vocab](), set[tuple[str, str]]()
+        while True:
+            chosen = choose(self._usable(seen, "weights"), self._usable(seen, "vocab"), apart)
+            if chosen.weights is None or chosen.vocab is None:
+                raise self._first or self._nothing(seen, chosen)
+            one, other = chosen.weights, chosen.vocab
+            engine = self._load(
+                "weights", one, engines, lambda directory: read_weights(directory, self._deployment, device)
+            )
+            if engine is None:
                 continue
-            self._note(kind, found, "active", digest=manifest.digest)
-            return loaded, manifest
-        raise first or Rejected(f"no_{kind}", "there is no complete version", location=f"{kind}/")
+            vocab = self._load(
+                "vocab", other, vocabs, lambda directory: load_vocab(directory, self._deployment.sid.sizes)
+            )
+            if vocab is None:
+                continue
+            try:
+                parts = bind(
+                    self._root,
+                    self._deployment,
+                    engine,
+                    _manifest(seen, "weights", one),
+                    vocab,
+                    _manifest(seen, "vocab", other),
+                )
+            except Rejected as error:
+                apart.add((one.digest, other.digest))
+                self._first = self._first or error
+                continue
+            for (kind, version), why in chosen.waiting.items():
+                self._note(kind, version, State.WAITING, reason=Reason("requires", why))
+            self._note("weights", one.version, State.ACTIVE, digest=one.digest)
+            self._note("vocab", other.version, State.ACTIVE, digest=other.digest)
+            return parts.snapshot(self._policies(parts.contract, parts.trie)).having(takedowns=self._takedowns(seen))
+
+    def _look(self, seen: Survey) -> None:
+        for kind, found in seen.candidates.items():
+            for one in found:
+                if one.problem is not None:
+                    self._reject(kind, one.version, one.problem)
+                else:
+                    self._note(kind, one.version, State.INCOMPLETE if one.manifest is None else State.DISCOVERED)
+
+    def _usable(self, seen: Survey, kind: Kind) -> tuple[Option, ...]:
+        """The versions that may be tried, newest first; the one that is asked for, if one is."""
+        rejected = {version for (k, version), note in self._notes.items() if k == kind and note.state == State.REJECTED}
+        return usable(seen.candidates[kind], seen.ask.get(kind), rejected)
+
+    def _nothing(self, seen: Survey, chosen: Chosen) -> Rejected:
+        """Why there is no pair to try, where no version was refused."""
+        for kind in ("weights", "vocab"):
+            if kind in seen.ask and not any(
+                one.version == seen.ask[kind] and one.manifest for one in seen.candidates[kind]
+            ):
+                message = f"{kind} {seen.ask[kind]!r} is not there, or not complete"
+                return Rejected("no_such_version", message, location=seen.asked_by)
+            if not any(one.manifest for one in seen.candidates[kind]):
+                return Rejected(f"no_{kind}", "there is no complete version", location=f"{kind}/")
+        (kind, version), why = next(iter(chosen.waiting.items()))
+        return Rejected("requires", why, location=f"{kind}/{version}/MANIFEST.json")
+
+    def _takedowns(self, seen: Survey) -> Takedowns:
+        """The newest usable list."""
+        lists: dict[str, Takedowns] = {}
+        while options := self._usable(seen, "takedowns"):
+            found = self._load("takedowns", options[0], lists, lambda directory: load_takedowns(directory)[0])
+            if found is not None:
+                self._note("takedowns", found.version, State.ACTIVE, digest=found.digest)
+                return found
+        return NOTHING
+
+    def _load(self, kind: Kind, option: Option, loaded: dict[str, T], load: Callable[[Path], T]) -> T | None:
+        """A version's content, or None where it is refused. What was loaded once is kept for another pair."""
+        if option.digest not in loaded:
+            directory = self._root / kind / option.version
+            try:
+                verify(directory, kind)
+                loaded[option.digest] = load(directory)
+            except Rejected as error:
+                self._reject(kind, option.version, error)
+                return None
+        return loaded[option.digest]
+
+    def _reject(self, kind: Kind, version: str, error: Rejected) -> None:
+        place = f"{kind}/{version}" + (f"/{error.location}" if error.location else "")
+        self._note(kind, version, State.REJECTED, reason=Reason(error.code, error.message, place))
+        if kind != "takedowns":
+            self._first = self._first or Rejected(error.code, error.message, location=place)
+        facts = {"code": error.code, "message": error.message, "location": place}
+        self._log.error("artifact_rejected", kind=kind, version=version, **facts)
 
     def _note(
-        self, kind: Kind, found: Found, state: str, *, digest: str | None = None, reason: Reason | None = None
+        self, kind: Kind, version: str, state: State, *, digest: str | None = None, reason: Reason | None = None
     ) -> None:
-        self.artifacts.append(ArtifactStatus(kind, found.version, state, now_iso(), digest, reason))
+        self._notes[kind, version] = ArtifactStatus(kind, version, state, now_iso(), digest, reason)
 
     def _policies(self, contract: Contract, trie: DeviceTrie) -> PolicySet:
         """The policies of the root; a default that cannot serve keeps the server from being ready."""
-        found = load_policies(self._root / "policies", contract, prefixes=trie.prefixes)
-        self.policies = found.status()
-        for name, text in found.rejections():
+        folder, state = self._root / "policies", self._root / self._deployment.server.state_dir
+        listing = scan(folder)  # before the files are read: what changes meanwhile is a change to whoever watches
+        files = snapshot(folder, "policies")
+        compile_ = compiler(contract, trie.prefixes, Cache())
+        self.in_force = renew(None, files, listing, compile_, self._clock(), load_last_good(state))
+        for name, text in self.in_force.problems().items():
             self._log.error("policy_rejected", policy=name, diagnostics=text)
+        found = self.in_force.policies
         if found.plan(found.default) is None:
             message = f"the default policy `{found.default}` cannot serve; see `policies` in the status"
             raise Rejected("no_default_policy", message, location="policies/")
         return found
 
 
-def _agree(engine: Engine, weights: Manifest, vocab: Vocab, vocab_manifest: Manifest) -> None:
-    """Weights and vocab fit each other: what their manifests require, and a token for every code in use."""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a snapshot is made of, but for policies: weights and vocab that go together, under one contract."""
+
+    contract: Contract
+    engine: Engine
+    weights: ArtifactRef
+    vocab: Vocab
+    vocab_ref: ArtifactRef
+    trie: DeviceTrie
+
+    def snapshot(self, policies: Policies) -> Snapshot:
+        """The set with policies, which were compiled for `contract`."""
+        new_id = snapshot_id(self.contract.id, self.weights.digest, self.vocab_ref.digest, policies.id)
+        return Snapshot(
+            new_id, self.contract, self.engine, self.weights, self.vocab, self.vocab_ref, self.trie, policies
+        )
+
+
+def read_weights(directory: Path, deployment: Deployment, device: torch.device) -> Engine:
+    """A weights version as the overlay wants it. Raises Rejected."""
+    kind, precision = family(deployment.family), deployment.precision
+    return load_weights(directory, kind, deployment.sid, deployment.limits, precision=precision, device=device)
+
+
+def bind(
+    root: Path, deployment: Deployment, engine: Engine, weights: Manifest, vocab: Vocab, vocab_manifest: Manifest
+) -> Parts:
+    """Check weights and vocab against each other and make their contract. Raises Rejected."""
+    agree(engine, weights, vocab, vocab_manifest)
+    config = read_json(root / "weights" / weights.version / "config.json")
+    if not isinstance(config, dict):
+        raise Rejected("bad_json", "is no JSON object", location="config.json")
+    since = now_iso()
+    return Parts(
+        contract=make_contract(engine, config, deployment, _name(engine.dtype)),
+        engine=engine,
+        weights=ArtifactRef(weights.version, weights.digest, since),
+        vocab=vocab,
+        vocab_ref=ArtifactRef(vocab_manifest.version, vocab_manifest.digest, since),
+        trie=DeviceTrie.of(vocab, engine.device),
+    )
+
+
+def _manifest(seen: Survey, kind: Kind, option: Option) -> Manifest:
+    return next(one.manifest for one in seen.candidates[kind] if one.manifest and one.manifest.digest == option.digest)
+
+
+def agree(engine: Engine, weights: Manifest, vocab: Vocab, vocab_manifest: Manifest) -> None:
+    """Raise Rejected unless weights and vocab fit each other: what manifests require, a token for every code in use."""
     for one, kind, other in ((weights, "vocab", vocab_manifest), (vocab_manifest, "weights", weights)):
         wanted = {name: versions for name, versions in one.requires.items() if name == kind}.get(other.kind)
         if wanted is not None and other.version not in wanted and other.digest not in wanted:

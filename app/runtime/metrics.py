@@ -37,6 +37,8 @@ class Metrics:
         self._requests()
         self._steps()
         self._versions()
+        self._experiments()
+        self._updates()
 
     def _requests(self) -> None:
         registry = self.registry
@@ -91,6 +93,72 @@ class Metrics:
             "widebeam_snapshot", "Versions by role: one series a role, whatever was loaded before", ["role"],
             registry=self.registry,
         )  # fmt: skip
+
+    def _updates(self) -> None:
+        registry = self.registry
+        self.policy_reload_ok = Gauge(
+            "widebeam_policy_reload_ok", "1 where everything in the policy folder is in force", registry=registry
+        )
+        self.policy_generation = Gauge(
+            "widebeam_policy_generation", "How often the policies in force have changed", registry=registry
+        )
+        self.policy_stale_seconds = Gauge(
+            "widebeam_policy_stale_seconds", "How long a policy has served an older text than its file's", ["policy"],
+            registry=registry,
+        )  # fmt: skip
+        self.policy_live_info = Gauge(
+            "widebeam_policy_live_info", "1 for the content id of each policy in force", ["policy", "id"],
+            registry=registry,
+        )  # fmt: skip
+        self.policy_compile_seconds = Histogram(
+            "widebeam_policy_compile_seconds", "Compiling a policy folder", buckets=SECONDS, registry=registry
+        )
+        self.policy_structures = Gauge(
+            "widebeam_policy_structures", "Different structures among the policies in force", registry=registry
+        )
+        self.cutovers_total = Counter(
+            "widebeam_cutovers_total", "Changes of the active snapshot, by cause", ["cause"], registry=registry
+        )
+        self.cutover_hold_seconds = Histogram(
+            "widebeam_cutover_hold_seconds",
+            "From the first admission on a new snapshot to its first batch, less the rest of the running batch",
+            buckets=SECONDS, registry=registry,
+        )  # fmt: skip
+        self.rejections_total = Counter(
+            "widebeam_rejections_total", "Artifact versions refused by the gate, by kind", ["kind"], registry=registry
+        )
+        for kind in ("weights", "vocab", "takedowns"):
+            self.rejections_total.labels(kind)
+
+    def policies(self, live: Mapping[str, str], stale: Mapping[str, float]) -> None:
+        """Replace the series by policy: content ids of those in force, and seconds of those that are stale."""
+        self.policy_live_info.clear()
+        for name, policy_id in sorted(live.items())[:MAX_POLICIES]:
+            self.policy_live_info.labels(name, policy_id).set(1)
+        self.policy_stale_seconds.clear()
+        for name, seconds in sorted(stale.items())[:MAX_POLICIES]:
+            self.policy_stale_seconds.labels(name).set(seconds)
+
+    def _experiments(self) -> None:
+        registry = self.registry
+        self.exposures_total = Counter(
+            "widebeam_exposures_total", "Answers by experiment, the arm that was served, and why",
+            ["experiment", "arm", "reason"], registry=registry,
+        )  # fmt: skip
+        self.unassigned_total = Counter(
+            "widebeam_unassigned_total", "Requests that lacked the unit that an experiment's layer hashes",
+            ["experiment"], registry=registry,
+        )  # fmt: skip
+        self.experiment_alert = Gauge(
+            "widebeam_experiment_alert", "1 while a guard (`stop_if`) of an arm is above its limit",
+            ["experiment", "arm", "metric"], registry=registry,
+        )  # fmt: skip
+        self.records_lost_total = Counter(
+            "widebeam_records_lost_total", "Lines of state/exposures and state/requests that were not written",
+            ["kind"], registry=registry,
+        )  # fmt: skip
+        for kind in ("exposures", "requests"):
+            self.records_lost_total.labels(kind)
 
     def snapshot(self, role: str, versions: Mapping[str, str]) -> None:
         """Say which versions fill a role ("active", "previous", "preparing"): `widebeam_snapshot_info{role=...} 1`."""

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from app.config import Deployment
 from app.core import Item, Outcome, Ranked, Request, Timings, Versions
-from app.errors import Cancelled, Draining, Expired, NotReady, Underfilled, WidebeamError
+from app.errors import Cancelled, Draining, Expired, Fault, NotReady, Underfilled, WidebeamError
+from app.policies.assign import Facts
+from app.policies.assignment import explain
+from app.policies.plan import Plan
+from app.runtime import in_force
 from app.runtime.admission import Admission, Admitted, default_seed
 from app.runtime.batcher import Batcher
 from app.runtime.canary import canary_jobs
+from app.runtime.cutover import Cutovers
+from app.runtime.exposure import exposures, with_files
 from app.runtime.job import Batch, Job, Served
 from app.runtime.loader import Loaded
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
+from app.runtime.recorder import Recorder, Tallies
 from app.runtime.snapshot import Pins, Snapshot
-from app.runtime.status import Cutover, Reason, now_iso
+from app.runtime.status import Reason, utc_seconds
 from app.runtime.steps import StepLoop
 from app.runtime.thread import EngineThread
 from app.runtime.ticket import PendingTicket
@@ -37,16 +44,22 @@ class Runtime:
         log: Log,
         clock: Callable[[], float],
         transition: str = "ancestry",
+        recorder: Recorder | None = None,
+        wall: Callable[[], float] = utc_seconds,
     ) -> None:
+        """clock: monotonic seconds · wall: unix seconds, for ramps of experiments only"""
         self._deployment, self._metrics, self._log, self._clock = deployment, metrics, log, clock
-        self._admission = Admission(deployment)
+        self._admission = Admission(deployment, wall)
+        self._recorder, self._wall = recorder or Tallies(metrics, log, clock), wall
         self._pins = Pins()
         self._thread = EngineThread(StepLoop(clock, metrics, transition))
-        self._batcher = Batcher(self._thread, deployment.limits, clock, self._answer, self._dropped)
+        self._cutovers = Cutovers(clock, metrics.cutover_hold_seconds.observe)
+        self._batcher = Batcher(
+            self._thread, deployment.limits, clock, self._answer, self._dropped, self._cutovers.formed
+        )
         self._open: dict[int, tuple[Job, Admitted]] = {}
         self._reasons: tuple[Reason, ...] = (Reason("starting", "artifacts are being loaded"),)
         self._loaded: Loaded | None = None
-        self._history: list[Cutover] = []
         self._draining = False
         self._began = clock()
         metrics.queue_depth.set_function(lambda: self._batcher.depth)
@@ -70,33 +83,52 @@ class Runtime:
             self._log.error("not_ready", code=reason.code, message=reason.message, location=reason.location)
 
     async def _activate(self, snapshot: Snapshot) -> None:
-        failure = await self._warm(snapshot)
-        if failure is not None:
-            self._reasons = (Reason("canary_failed", failure.message),)
+        failed = await self.warm(snapshot, tuple(snapshot.policies.plans()))
+        if failed:
+            policy, why = next(iter(failed.items()))
+            self._reasons = (Reason("canary_failed", why, f"policy {policy}"),)
             return
-        self._pins.active, self._reasons = snapshot, ()
+        self.swap(snapshot, "start")
         gc.collect()
-        gc.freeze()  # what was loaded lives as long as the process: collections need not walk it
-        self._history.append(Cutover(now_iso(), None, snapshot.id, "start", 0.0))
-        self._metrics.snapshot(
-            "active", {"id": snapshot.id, "weights": snapshot.weights.version, "vocab": snapshot.vocab_ref.version}
-        )
-        self._log.info(
-            "snapshot_active",
-            snapshot=snapshot.id,
-            contract=snapshot.contract.id,
-            weights=snapshot.weights.version,
-            vocab=snapshot.vocab_ref.version,
-            cause="start",
-        )
+        gc.freeze()  # what was loaded lives long: collections need not walk it
 
-    async def _warm(self, snapshot: Snapshot) -> WidebeamError | None:
-        """Serve made-up requests of small and large batches before anybody else does; their error, if there is one."""
-        for jobs in canary_jobs(snapshot, self._deployment):
-            for end in await self._serve_alone(Batch(jobs)):
-                if isinstance(end.result, WidebeamError):
-                    return end.result
-        return None
+    @property
+    def loaded(self) -> Loaded | None:
+        """What `start` was given, once it was."""
+        return self._loaded
+
+    @property
+    def active(self) -> Snapshot | None:
+        """The snapshot that requests are admitted on."""
+        return self._pins.active
+
+    async def warm(self, snapshot: Snapshot, plans: Sequence[Plan], *, alone: bool = False) -> dict[str, str]:
+        """Serve made-up requests under each structure before anybody else does; what went wrong, by policy.
+
+        alone: one request at a time, so that nobody waits for a batch of ours
+        """
+        failed: dict[str, str] = {}
+        for plan in {plan.structure.id: plan for plan in plans}.values():
+            for jobs in canary_jobs(snapshot, plan, alone=alone):
+                for end in await self._serve_alone(Batch(jobs)):
+                    if isinstance(end.result, WidebeamError):
+                        self._log.error("canary_failed", policy=plan.policy, exc_info=end.result)
+                        failed[plan.policy] = end.result.message
+        return failed
+
+    def swap(self, snapshot: Snapshot, cause: str) -> None:
+        """From now on requests are admitted on another snapshot; those that are queued or running keep theirs."""
+        before = self._pins.active
+        self._pins.active, self._reasons = snapshot, ()
+        self._batcher.limits = snapshot.contract.limits
+        self._cutovers.swapped(before.id if before else None, snapshot.id, cause)
+        self._metrics.cutovers_total.labels(cause).inc()
+        versions = {"weights": snapshot.weights.version, "vocab": snapshot.vocab_ref.version}
+        self._metrics.snapshot("active", {"id": snapshot.id, **versions})
+        self._log.info(
+            "snapshot_active", snapshot=snapshot.id, before=before.id if before else None, cause=cause,
+            contract=snapshot.contract.id, policies=snapshot.policies.id, **versions,
+        )  # fmt: skip
 
     async def _serve_alone(self, batch: Batch) -> Sequence[Served]:
         done: asyncio.Future[Sequence[Served]] = asyncio.get_running_loop().create_future()
@@ -116,8 +148,9 @@ class Runtime:
         return True
 
     def close(self) -> None:
-        """End the engine thread; nothing may be running."""
+        """End the engine thread and the records; nothing may be running."""
         self._thread.close()
+        self._recorder.close()
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -131,12 +164,14 @@ class Runtime:
         now = self._clock()
         if request.deadline is not None and now >= request.deadline:
             raise Expired("the deadline had passed at admission")
-        plan, planned = self._admission.plan(request, snapshot)
+        choice = self._admission.choose(request, snapshot)
+        plan, planned = choice.plan, choice.planned
         self._batcher.check(max(planned[:-1]), request.deadline)
-        admitted = self._admission.admit(request, plan, snapshot)
+        admitted = self._admission.admit(request, choice, snapshot)
         ticket = PendingTicket(request.deadline, self._clock, self._left)
         job = Job(request, ticket, snapshot, plan, admitted.inputs, planned, admitted.excluded, admitted.seen, now)
         self._pins.pin()
+        self._cutovers.admitted(snapshot.id, running=self._batcher.running > 0)
         self._open[id(ticket)] = (job, admitted)
         self._batcher.submit(job)
         return ticket
@@ -158,22 +193,32 @@ class Runtime:
         return self._open.pop(id(job.ticket))[1]
 
     def _answer(self, served: Sequence[Served]) -> None:
-        """A batch ended: every job of it gets its outcome."""
+        """A batch ended: every job of it gets its outcome, whatever happens to the others'."""
         rows = max(end.rows for end in served)
         self._metrics.batch_size.observe(len(served))
         self._metrics.batch_rows.observe(rows)
         for end in served:
-            admitted = self._close(end.job)
             ticket = end.job.ticket
             assert isinstance(ticket, PendingTicket)
-            if isinstance(end.result, WidebeamError):
-                if not isinstance(end.result, Expired | Cancelled):
-                    self._log.error("request_failed", code=end.result.code, exc_info=end.result)
-                ticket.resolve(end.result)
-            elif end.job.plan.underfill == "error" and len(end.result.items) < end.job.request.k:
-                ticket.resolve(Underfilled(f"{len(end.result.items)} items, {end.job.request.k} were asked for"))
-            else:
-                ticket.resolve(self._outcome(end, end.result, admitted, len(served), rows))
+            try:
+                ticket.resolve(self._end(end, self._close(end.job), len(served), rows))
+            except Exception as error:  # noqa: BLE001  a bug of ours: nobody may wait for ever because of it
+                self._log.error("answer_failed", exc_info=error)
+                ticket.resolve(Fault.of(error))
+
+    def _end(self, end: Served, admitted: Admitted, requests: int, rows: int) -> Outcome | WidebeamError:
+        """What one job's client gets, after it was noted down."""
+        job, result = end.job, end.result
+        if isinstance(result, WidebeamError):
+            if not isinstance(result, Expired | Cancelled):
+                self._log.error("request_failed", code=result.code, exc_info=result)
+            return result
+        if job.plan.underfill == "error" and len(result.items) < job.request.k:
+            return Underfilled(f"{len(result.items)} items, {job.request.k} were asked for")
+        outcome = self._outcome(end, result, admitted, requests, rows)
+        running = (self._pins.active or job.snapshot).policies.traffic
+        self._recorder.answered(job.request, running, admitted.assignment, outcome)
+        return outcome
 
     def _outcome(self, end: Served, ranked: Ranked, admitted: Admitted, requests: int, rows: int) -> Outcome:
         job, now = end.job, self._clock()
@@ -199,7 +244,7 @@ class Runtime:
                 plan.policy_id,
                 snapshot.contract.id,
             ),
-            experiments=(),
+            experiments=exposures(admitted.assignment),
             seed=request.seed if request.seed is not None else default_seed(request.request_id),
             load=None,
             unknown_history=admitted.unknown_history,
@@ -220,6 +265,20 @@ class Runtime:
             own.append("engine_stopped: the engine thread has ended")
         return tuple(own)
 
+    def _experiments(self, active: Snapshot) -> dict[str, object]:
+        counts = self._recorder.document(active.policies.traffic, self._wall())
+        return with_files(counts, active.policies.experiments, active.killed)
+
+    def assignment(
+        self, experiment: str, unit: str, ctx: Mapping[str, str], user: Mapping[str, float]
+    ) -> dict[str, object] | None:
+        """See `front.Front`."""
+        active = self._pins.active
+        if active is None:
+            raise NotReady("; ".join(self.reasons()), retry_after_s=5)
+        facts = Facts(None, "", ctx, user)
+        return explain(active.policies.traffic, experiment, unit, facts, self._wall(), active.killed)
+
     def status(self) -> dict[str, object]:
         """See `front.Front`."""
         active, reasons = self._pins.active, self.reasons()
@@ -231,14 +290,14 @@ class Runtime:
             "device": loaded.device if loaded else self._deployment.device,
             "active": _active(active) if active else None,
             "artifacts": [artifact.document() for artifact in loaded.artifacts] if loaded else [],
-            "policies": loaded.policies if loaded else {},
-            "experiments": {},
+            "policies": in_force.document(loaded.in_force, self._clock()) if loaded and loaded.in_force else {},
+            "experiments": self._experiments(active) if active else {},
             "queue": {
                 "depth": self._batcher.depth,
                 "limit": self._deployment.limits.queue,
                 "in_flight": self._batcher.running,
             },
-            "history": [cutover.document() for cutover in self._history],
+            "history": self._cutovers.documents(),
         }
 
 

@@ -14,8 +14,8 @@ from app.core import StepOutput, Survivors
 from app.ops.selection import sanitise, select_top
 from app.ops.trie import Children, children, contains, dense
 from app.policies.plan import StepInputs, StepProgram, Structure
-from app.runtime.job import DeadNodes, Job
-from app.runtime.snapshot import DeviceTrie
+from app.runtime.job import Job
+from app.runtime.snapshot import DeadNodes, DeviceTrie
 from app.runtime.state import BatchState
 
 BAD_SHARE = 0.01
@@ -52,11 +52,10 @@ class Selection:
         self._jobs, self._trie, self._sizes, self._device = jobs, trie, sizes, device
         plans = [job.plan for job in jobs]
         self._params = {
-            structure: torch.tensor([plans[request].params for request in requests], device=device).float()
-            for structure, requests in _by_structure(range(len(jobs)), jobs).items()
+            structure: _table([plan.params if plan.structure.id == structure else () for plan in plans], device)
+            for structure in _by_structure(range(len(jobs)), jobs)
         }
-        self._table_row = _place_in_structure(jobs, device)
-        self._width = torch.tensor([plan.widths for plan in plans], device=device).float()
+        self._width = _table([plan.widths for plan in plans], device)
         self._excluded = [_dead_keys([job.excluded for job in jobs], t, trie.nodes, device) for t in range(len(sizes))]
         self._seen = [_dead_keys([job.seen for job in jobs], t, trie.nodes, device) for t in range(len(sizes))]
 
@@ -70,37 +69,49 @@ class Selection:
         keep [R] host integers: planned rows of the next step; 0 for a request that has left.
         """
         logits, bad = sanitise(output.logits)
-        out_start = _starts(keep)
-        parent = torch.full((out_start[-1],), -1, dtype=torch.int64, device=self._device)
-        code, node = torch.full_like(parent, -1), torch.full_like(parent, -1)
-        order = torch.zeros_like(parent)
-        score = torch.full((out_start[-1],), -torch.inf, device=self._device)
-        n_valid = torch.zeros(len(keep), dtype=torch.int64, device=self._device)
+        parts: list[tuple[_Segment, Survivors]] = []
         bad_scores = torch.zeros((), dtype=torch.int64, device=self._device)
         for segment in self._segments(state):
             inputs, child = self._inputs(t, segment, logits, output.log_norm, state)
             scored = segment.structure.steps[t - 1].run(inputs)
-            own_keep = [keep[request] for request in segment.requests]
             best = select_top(
                 scored.rank,
                 inputs.code,
                 _take(state.order, segment.rows),
                 self._sizes[t - 1],
                 segment.row_start,
-                own_keep,
+                [keep[request] for request in segment.requests],
             )
-            into = _spread(segment, out_start, own_keep, self._device)
-            at, column = best.parent.clamp(min=0), best.column.clamp(min=0)
-            dead = best.parent < 0
-            parent[into] = (at if segment.rows is None else segment.rows[at]).masked_fill(dead, -1)
-            code[into] = inputs.code[at, column].masked_fill(dead, -1)
-            node[into] = child[at, column].masked_fill(dead, -1)
-            score[into] = scored.score[at, column].masked_fill(dead, -torch.inf)
-            order[into] = best.order
-            n_valid[torch.tensor(segment.requests, device=self._device)] = best.n_valid
+            at, column, dead = best.parent.clamp(min=0), best.column.clamp(min=0), best.parent < 0
+            survivors = Survivors(
+                parent=(at if segment.rows is None else segment.rows[at]).masked_fill_(dead, -1),
+                code=inputs.code[at, column].masked_fill_(dead, -1),
+                order=best.order,
+                score=scored.score[at, column].masked_fill_(dead, -torch.inf),
+                node=child[at, column].masked_fill_(dead, -1),
+                n_valid=best.n_valid,
+            )
+            parts.append((segment, survivors))
             bad_scores += scored.bad.sum()
         broken, bad_logits = self._broken(bad, state, logits.shape[1])
-        return StepResult(Survivors(parent, code, order, score, node, n_valid), bad_logits, int(bad_scores), broken)
+        return StepResult(self._together(parts, keep), bad_logits, int(bad_scores), broken)
+
+    def _together(self, parts: list[tuple[_Segment, Survivors]], keep: Sequence[int]) -> Survivors:
+        """The survivors of all segments, flat over the requests of the batch."""
+        if len(parts) == 1 and len(parts[0][0].requests) == len(keep):
+            return parts[0][1]
+        out_start, device = _starts(keep), self._device
+        parent = torch.full((out_start[-1],), -1, dtype=torch.int64, device=device)
+        code, node, order = torch.full_like(parent, -1), torch.full_like(parent, -1), torch.zeros_like(parent)
+        score = torch.full((out_start[-1],), -torch.inf, device=device)
+        n_valid = torch.zeros(len(keep), dtype=torch.int64, device=device)
+        whole = Survivors(parent, code, order, score, node, n_valid)
+        for segment, part in parts:
+            into = _spread(segment, out_start, keep, device)
+            for mine, values in zip(whole[:-1], part[:-1], strict=True):
+                mine[into] = values
+            n_valid[torch.tensor(segment.requests, device=device)] = part.n_valid
+        return whole
 
     def _segments(self, state: BatchState) -> list[_Segment]:
         """Requests by structure, in batch order; requests without rows are in none."""
@@ -123,7 +134,8 @@ class Selection:
         node, request = _take(state.node, rows), _take(state.request, rows)
         parent = _take(state.score, rows)
         found = self._candidates(t, program, node)
-        legal = found.legal & (parent > -torch.inf).unsqueeze(1)
+        # a tombstone has node -1 and so no children; with all codes as candidates it must be masked
+        legal = found.legal if program.children else found.legal & (parent > -torch.inf).unsqueeze(1)
         inputs = StepInputs(
             logits=_take(logits, rows),
             log_norm=None if log_norm is None else _take(log_norm, rows),
@@ -133,9 +145,9 @@ class Selection:
             seen=self._in_set(self._seen[t - 1], found.node, request) if "seen" in program.uses else None,
             excluded=self._in_set(self._excluded[t - 1], found.node, request) if len(self._excluded[t - 1]) else None,
             parent=parent,
-            params=self._params[segment.structure.id][self._table_row[request]],
+            params=self._params[segment.structure.id].index_select(0, request),
             step=t,
-            width=self._width[request, t - 1],
+            width=self._width[:, t - 1].index_select(0, request),
         )
         return inputs, found.node
 
@@ -170,12 +182,12 @@ def _by_structure(requests: Iterable[int], jobs: Sequence[Job]) -> dict[str, lis
     return groups
 
 
-def _place_in_structure(jobs: Sequence[Job], device: torch.device) -> Tensor:
-    """[R] int64: each request's row in the parameter table of its structure."""
-    place = np.empty(len(jobs), np.int64)
-    for requests in _by_structure(range(len(jobs)), jobs).values():
-        place[requests] = np.arange(len(requests))
-    return torch.from_numpy(place).to(device)
+def _table(values: Sequence[Sequence[float]], device: torch.device) -> Tensor:
+    """[R, columns] float32, short rows filled with 0."""
+    table = np.zeros((len(values), max(map(len, values))), np.float32)
+    for row, given in zip(table, values, strict=True):
+        row[: len(given)] = given
+    return torch.from_numpy(table).to(device)
 
 
 def _take(values: Tensor, rows: Tensor | None) -> Tensor:
@@ -187,9 +199,8 @@ def _starts(counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _spread(segment: _Segment, out_start: Sequence[int], keep: Sequence[int], device: torch.device) -> Tensor:
-    """Where a segment's survivors go in the flat batch: [sum keep] int64."""
-    pairs = zip(segment.requests, keep, strict=True)
-    ranges = [np.arange(out_start[request], out_start[request] + kept) for request, kept in pairs]
+    """Where a segment's survivors go in the flat batch: [sum of its keep] int64."""
+    ranges = [np.arange(out_start[request], out_start[request] + keep[request]) for request in segment.requests]
     return torch.from_numpy(np.concatenate(ranges)).to(device)
 
 

@@ -11,6 +11,11 @@ def now_iso() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+def utc_seconds() -> float:
+    """Wall-clock time as unix seconds: for moments that people write down, never for durations."""
+    return datetime.now(UTC).timestamp()
+
+
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Why something is not in service: a stable code, a sentence, and where."""
@@ -48,18 +53,3 @@ class ArtifactStatus:
         if self.reason is not None:
             shown["reason"] = self.reason.document()
         return shown
-
-
-@dataclass(frozen=True, slots=True)
-class Cutover:
-    """One change of the active snapshot. before, after: snapshot ids · hold_ms: admission to the first batch on it."""
-
-    at: str
-    before: str | None
-    after: str
-    cause: str
-    hold_ms: float
-
-    def document(self) -> dict[str, object]:
-        """As `history[]` shows it."""
-        return {"at": self.at, "from": self.before, "to": self.after, "cause": self.cause, "hold_ms": self.hold_ms}

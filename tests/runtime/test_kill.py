@@ -22,17 +22,17 @@ def test_the_file_lists_a_name_a_line(places):
     switch = KillSwitch(*places)
     assert switch.names == frozenset()
     (places[0] / "KILL").write_text("feed_diversity\n\n  explore  # since Monday\n# nothing\n")
-    assert switch.poll() == {"feed_diversity", "explore"}
+    assert switch.take(switch.read()) == {"feed_diversity", "explore"}
     (places[0] / "KILL").write_text("*\n")
-    assert switch.poll() == {EVERYTHING}
+    assert switch.take(switch.read()) == {EVERYTHING}
     (places[0] / "KILL").unlink()
-    assert switch.poll() == frozenset()
+    assert switch.take(switch.read()) == frozenset()
 
 
 def test_what_is_posted_survives_a_restart_and_adds_up_with_the_file(places):
     switch = KillSwitch(*places)
     (places[0] / "KILL").write_text("a\n")
-    switch.poll()
+    switch.take(switch.read())
     assert switch.post(["b", "c"], []) == {"a", "b", "c"}
     assert switch.post([], ["a", "c"]) == {"a", "b"}  # the file still says so
     again = KillSwitch(*places)
@@ -47,14 +47,24 @@ def test_what_cannot_be_read_changes_nothing(places):
     switch = KillSwitch(*places)
     (places[0] / "KILL").write_text("a\n")
     switch.post(["b"], [])
-    switch.poll()
+    switch.take(switch.read())
     (places[1] / "killed.json").write_text("[1, ")
     (places[0] / "KILL").unlink()
     (places[0] / "KILL").mkdir()
-    assert switch.poll() == {"a", "b"}
+    assert switch.take(switch.read()) == {"a", "b"}
     (places[0] / "KILL").rmdir()
     places[0].rename(places[0].parent / "away")  # a folder that is being replaced revives nobody
-    assert switch.poll() == {"a", "b"}
+    assert switch.take(switch.read()) == {"a", "b"}
+
+
+def test_a_read_that_was_begun_before_a_post_does_not_undo_it(places):
+    switch = KillSwitch(*places)
+    slow = switch.read()
+    switch.post(["a"], [])
+    assert switch.take(slow) == {"a"}
+    slow = switch.read()
+    switch.post([], ["a"])
+    assert switch.take(slow) == frozenset()
 
 
 @pytest.mark.parametrize("name", ["", "x" * 200, "a\nb", "\x00"])

@@ -11,6 +11,7 @@ import torch
 
 from app.cli.compose import read_deployment
 from app.runtime.contract import make_contract
+from app.runtime.in_force import document
 from app.runtime.loader import load_contract, load_root
 from app.runtime.logs import make_log
 from tests import support
@@ -71,7 +72,12 @@ def test_the_newest_complete_version_is_picked_and_strays_are_not(root):
     (root / "vocab" / "13.partial").mkdir()
     loaded = load(root)
     assert loaded.snapshot.vocab.ids([0]) == ["new"]
-    assert states(loaded, "vocab") == {"v11": "incomplete", "v10": "active"}
+    assert states(loaded, "vocab") == {
+        "v11": "incomplete",
+        "v10": "active",
+        "v9": "discovered",
+        "v1": "discovered",
+    }
 
 
 def test_release_and_pin_name_the_versions(root):
@@ -155,13 +161,27 @@ def test_versions_that_require_each_other_must_agree(root):
     the_reason(root, "requires", "v5", "weights/v1")
 
 
+def test_weights_that_require_a_vocab_that_is_not_there_wait_and_older_ones_serve(root):
+    support.write_weights(
+        root, support.onerec_config((4, 5, 6)), support.onerec_weights(support.onerec_config((4, 5, 6)), 1), "v2"
+    )
+    manifest = root / "weights" / "v2" / "MANIFEST.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "requires": {"vocab": ["v2"]}}))
+    loaded = load(root)
+    assert loaded.snapshot.weights.version == "v1"
+    assert states(loaded, "weights") == {"v2": "waiting", "v1": "active"}
+    support.write_vocab(root, (4, 5, 6), version="v2")
+    assert states(load(root), "weights") == {"v2": "active", "v1": "discovered"}
+
+
 def test_a_policy_that_is_wrong_leaves_the_others_alone(root):
     (root / "policies" / "bad.yaml").write_text("widebeam: 1\nbeam_widht: 3\n")
     loaded = load(root)
     assert loaded.snapshot is not None
-    assert loaded.policies["bad"]["state"] == "rejected"
-    assert loaded.policies["bad"]["errors"][0]["line"] == 2
-    assert loaded.policies["base"]["state"] == "live"
+    shown = document(loaded.in_force, 0.0)
+    assert shown["bad"]["state"] == "rejected"
+    assert shown["bad"]["errors"][0]["line"] == 2
+    assert shown["base"]["state"] == "live"
     assert loaded.snapshot.policies.plan("bad") is None
 
 

@@ -1,0 +1,111 @@
+"""What lies below a root right now: versions with their fingerprints, what is asked for, and the overlay's text.
+
+A survey reads manifests and file times, never contents: it is cheap enough for every few seconds. Whether the bytes are
+what the manifest says is found out before a version is loaded, and again whenever its fingerprint has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from app.errors import Rejected
+from app.runtime.desired import Ask, asked, places
+from app.vocab.manifest import FILE, Found, Kind, Manifest, read_manifest, versions
+
+DEPLOYMENT: Final = "deployment.toml"
+MAX_DEPLOYMENT: Final = 1 << 20
+KINDS: Final[tuple[Kind, ...]] = ("weights", "vocab", "takedowns")
+
+
+class Candidate(NamedTuple):
+    """A version on the disk. manifest: None where it is incomplete or cannot be used; then `problem` says why."""
+
+    found: Found
+    fingerprint: str
+    manifest: Manifest | None
+    problem: Rejected | None
+
+    @property
+    def version(self) -> str:
+        """Its name."""
+        return self.found.version
+
+
+class Survey(NamedTuple):
+    """candidates: newest first · ask: the versions that a pin or release.json names · asked_by: which of the two ·
+    problem: why those cannot be read · deployment: the overlay's bytes, None where they cannot be read."""
+
+    candidates: Mapping[Kind, tuple[Candidate, ...]]
+    ask: Ask
+    asked_by: str | None
+    problem: Rejected | None
+    deployment: bytes | None
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal surveys have equal fingerprints."""
+        digest = hashlib.sha256(self.deployment or b"-")
+        for kind, found in sorted(self.candidates.items()):
+            for one in found:
+                digest.update(f"{kind}/{one.version} {one.fingerprint}\n".encode())
+        digest.update(f"{sorted(self.ask.items())} {self.asked_by} {self.problem}".encode())
+        return digest.hexdigest()
+
+
+def survey(root: Path, state_dir: Path, known: Survey | None = None) -> Survey:
+    """Look at a root. known: an earlier survey, whose manifests are not read again where nothing moved."""
+    earlier = {one.found.directory: one for found in known.candidates.values() for one in found} if known else {}
+    candidates = {kind: tuple(_look(found, kind, earlier) for found in versions(root, kind)) for kind in KINDS}
+    ask: dict[Kind, str] = {}
+    asked_by, problem = None, None
+    for file, place in reversed(places(root, state_dir)):  # the stronger one overwrites
+        try:
+            wanted = asked(file, place)
+        except Rejected as error:
+            problem = error
+            continue
+        ask |= wanted
+        asked_by = place if wanted else asked_by
+    return Survey(candidates, ask, asked_by, problem, _bytes(root / DEPLOYMENT))
+
+
+def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate]) -> Candidate:
+    fingerprint = _fingerprint(found.directory)
+    known = earlier.get(found.directory)
+    if known is not None and known.fingerprint == fingerprint:
+        return known
+    if not found.complete:
+        return Candidate(found, fingerprint, None, None)
+    try:
+        return Candidate(found, fingerprint, read_manifest(found.directory, kind), None)
+    except Rejected as error:
+        return Candidate(found, fingerprint, None, error)
+
+
+def _fingerprint(directory: Path) -> str:
+    """Names, sizes, inodes and times of every file below a directory, and the manifest's bytes."""
+    digest = hashlib.sha256()
+    for base, folders, files in os.walk(directory):
+        folders.sort()
+        for name in sorted(files):
+            path = Path(base) / name
+            try:
+                status = path.stat()
+                times = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_mode)
+                digest.update(f"{path} {times}\n".encode("utf-8", "surrogateescape"))
+            except OSError as error:
+                digest.update(f"{path} {error.errno}\n".encode("utf-8", "surrogateescape"))
+    digest.update(_bytes(directory / FILE) or b"-")
+    return digest.hexdigest()
+
+
+def _bytes(file: Path) -> bytes | None:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(MAX_DEPLOYMENT)
+    except OSError:
+        return None
