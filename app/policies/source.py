@@ -7,6 +7,7 @@ keys, directives and second documents are refused. Columns are characters here a
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ class Source:
     file: str
     data: bytes
     size: int | None = None
+
+    @property
+    def sha(self) -> str:
+        """SHA-256 (hex) of what was read."""
+        return hashlib.sha256(self.data).hexdigest()
 
     def lines(self) -> list[str]:
         """The source lines for messages; never fails."""
