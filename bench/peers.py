@@ -131,7 +131,7 @@ class OwnLoop:
         hidden = self._model.model(prompts, cache=cache, use_cache=True).last_hidden_state[:, -1]
         score = torch.zeros(batch, 1)
         node = torch.zeros(batch, 1, dtype=torch.long)
-        codes = torch.zeros(batch, 1, 0, dtype=torch.long)
+        codes, parent = torch.zeros(batch, 1, 0, dtype=torch.long), node
         carried: Any = None
         for t in range(len(c.sizes)):
             if t:

@@ -25,7 +25,7 @@ def rotary_table(positions: int, dim: int, theta: float, factor: float = 1.0) ->
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotary positions in the half-split layout: x [N, H, D], angles [N, 2, D] from `rotary_table`."""
-    cosine, sine = angles[:, :1].to(x.dtype), angles[:, 1:].to(x.dtype)
+    cosine, sine = torch.split(angles.to(x.dtype), 1, 1)
     return (x * cosine).addcmul_(x.roll(x.shape[2] // 2, 2), sine)
 
 
@@ -40,11 +40,17 @@ def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return functional.linear(functional.silu(gate).mul_(up), down)
 
 
-def log_norm(hidden: Tensor, head: Tensor) -> Tensor:
-    """log-sum-exp of hidden @ head.T over the whole vocabulary: hidden [N, d], head [V, d] -> [N] float32.
+def pick_and_norm(hidden: Tensor, head: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits of some tokens, and the log-sum-exp over the whole vocabulary, from one product.
 
+    hidden [N, d], head [V, d], tokens [C] int64 -> logits [N, C] (hidden's dtype), log_norm [N] float32.
     Made in blocks of rows: no [N, V] matrix is held when it is large.
     """
-    block = max(ROWS, LOGITS // head.shape[0])
-    parts = [torch.logsumexp(functional.linear(rows, head).float(), 1) for rows in torch.split(hidden, block)]
-    return torch.cat(parts) if parts else hidden.new_empty(0, dtype=torch.float32)
+    picked, norms = [], []
+    for rows in torch.split(hidden, max(ROWS, LOGITS // head.shape[0])):
+        logits = functional.linear(rows, head)
+        picked.append(logits.index_select(1, tokens))
+        norms.append(torch.logsumexp(logits.float(), 1))
+    if len(picked) == 1:
+        return picked[0], norms[0]
+    return torch.cat(picked), torch.cat(norms)

@@ -109,6 +109,8 @@ _COMPARE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _name(name: str) -> Lowered:
+    if name == "prob":  # made where it is asked for
+        return lambda frame: torch.exp(frame.known["logp"])
     return lambda frame: frame.known[name]
 
 
@@ -206,7 +208,7 @@ def program(parts: Parts) -> Callable[[StepInputs], Scored]:
         valid = _valid(parts, inputs, frame, logit)
         norm = _norm(parts.normalize, inputs, logits, logit, valid)
         logp = logit if norm is None else torch.sub(logit, norm)
-        frame.known.update(logit=logit, logp=logp, prob=torch.exp(logp), parent=inputs.parent[:, None])
+        frame.known.update(logit=logit, logp=logp, parent=inputs.parent[:, None])
         score = _tensor(parts.score, frame).expand(logit.shape)
         frame.known["score"] = score
         rank = score if parts.rank is None else _tensor(parts.rank, frame).expand(logit.shape)
@@ -242,8 +244,12 @@ def _norm(normalize: Normalize, inputs: StepInputs, logits: Tensor, logit: Tenso
 
 def _finish(score: Tensor, rank: Tensor, valid: Tensor) -> Scored:
     """NaN and +inf are bad: counted and invalid. Adding 0.0 makes -0.0 a tie of +0.0."""
-    bad = valid & (torch.isnan(score) | (score == INF) | torch.isnan(rank) | (rank == INF))
-    good = valid & ~bad & (score > -INF) & (rank > -INF)
+    fine = score < INF  # false for NaN too
+    if rank is score:
+        final = torch.where(valid & fine, score, -INF).add_(0.0)
+        return Scored(final, final, (valid & ~fine).sum(dim=1))
+    fine = fine & (rank < INF)
+    good = valid & fine & (score > -INF) & (rank > -INF)
     return Scored(
-        torch.where(good, torch.add(score, 0.0), -INF), torch.where(good, torch.add(rank, 0.0), -INF), bad.sum(dim=1)
+        torch.where(good, score, -INF).add_(0.0), torch.where(good, rank, -INF).add_(0.0), (valid & ~fine).sum(dim=1)
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,9 +138,5 @@ class BatchState:
         self.sids = torch.cat((self.sids.index_select(0, parent), code), dim=1)
         self.node, self.order, self.score = survivors.node, survivors.order, survivors.score
         counts = [stop - start for start, stop in pairwise(row_start)]
-        self.request = torch.repeat_interleave(
-            torch.arange(len(counts), device=self._device),
-            torch.tensor(counts, device=self._device),
-            output_size=sum(counts),
-        )
+        self.request = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(self._device)
         self.row_start = tuple(row_start)

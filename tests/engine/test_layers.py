@@ -28,11 +28,14 @@ def test_swiglu_equals_its_definition():
     torch.testing.assert_close(layers.swiglu(x, torch.cat([gate, up]), down), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_the_norm_over_a_vocabulary_is_made_in_blocks(monkeypatch):
-    hidden, head = torch.randn(300, 8), torch.randn(70, 8)
-    expected = torch.logsumexp((hidden.double() @ head.double().T), 1)
+def test_picked_logits_and_the_norm_over_the_vocabulary_are_made_in_blocks(monkeypatch):
+    hidden, head, tokens = torch.randn(300, 8), torch.randn(70, 8), torch.tensor([3, 69, 0, 3])
+    every = hidden.double() @ head.double().T
     for elements, rows in ((1, 1), (700, 7), (1 << 20, 128)):
         monkeypatch.setattr(layers, "LOGITS", elements)
         monkeypatch.setattr(layers, "ROWS", rows)
-        torch.testing.assert_close(layers.log_norm(hidden, head).double(), expected, atol=1e-5, rtol=1e-6)
-    assert layers.log_norm(hidden[:0], head).shape == (0,)
+        logits, norm = layers.pick_and_norm(hidden, head, tokens)
+        torch.testing.assert_close(logits.double(), every[:, tokens], atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(norm.double(), torch.logsumexp(every, 1), atol=1e-5, rtol=1e-6)
+    logits, norm = layers.pick_and_norm(hidden[:0], head, tokens)
+    assert (logits.shape, norm.shape) == ((0, 4), (0,))

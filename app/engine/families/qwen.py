@@ -21,7 +21,7 @@ from app.engine.families.base import Binding, ModelFiles
 from app.engine.families.qwen_config import QwenConfig, block_parts, read_config
 from app.engine.families.token_model import TokenModel
 from app.engine.tokens import Ids, sid_tokens
-from app.ops.attention import causal_attention, context_attention, merge, prefix_attention
+from app.ops.attention import causal_attention, context_attention, extend_attention
 
 
 class Block(nn.Module):
@@ -133,13 +133,14 @@ class Qwen(TokenModel):
             keys, values = arena[f"prompt_k.{i}"][:count], arena[f"prompt_v.{i}"][:count]
             slots_k, slots_v = arena[f"k.{i}"], arena[f"v.{i}"]
             shared = context_attention(q, keys, values, length, rows.row_start, scale=self.scale)
-            own = prefix_attention(
-                q, k, v, slots_k, slots_v, ancestry=rows.ancestry, scale=self.scale, first=1, compact=rows.compact
-            )
+            attended = extend_attention(
+                shared, q, k, v, slots_k, slots_v,
+                ancestry=rows.ancestry, scale=self.scale, first=1, compact=rows.compact,
+            )  # fmt: skip
             if t < self.steps:
                 slots_k[t - 1, :n] = k
                 slots_v[t - 1, :n] = v
-            x = self._after(block, x, merge(*shared, *own)[0])
+            x = self._after(block, x, attended)
         return self.output(t, layers.rms_norm(x, self.norm, self.config.eps), full=rows.full)
 
     @property

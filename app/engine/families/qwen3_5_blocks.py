@@ -16,7 +16,7 @@ from app.core import Rows, StateSpec
 from app.engine import layers
 from app.engine.families.qwen3_5_config import HybridConfig
 from app.ops import gdn
-from app.ops.attention import causal_attention, context_attention, merge, prefix_attention
+from app.ops.attention import causal_attention, context_attention, extend_attention
 
 State = Mapping[str, Tensor]
 """The state of one block by the names of its specs."""
@@ -214,13 +214,14 @@ class FullBlock(Block):
         q, k, v, gate = self._projected(x, step.angles)
         keys, values = state["prompt_k"][:count], state["prompt_v"][:count]
         shared = context_attention(q, keys, values, step.length, rows.row_start, scale=scale)
-        own = prefix_attention(
-            q, k, v, state["k"], state["v"], ancestry=rows.ancestry, scale=scale, first=1, compact=rows.compact
-        )
+        attended = extend_attention(
+            shared, q, k, v, state["k"], state["v"],
+            ancestry=rows.ancestry, scale=scale, first=1, compact=rows.compact,
+        )  # fmt: skip
         if not step.final:
             state["k"][step.t - 1, :n] = k
             state["v"][step.t - 1, :n] = v
-        return self._after(x, self._mixed(merge(*shared, *own)[0], gate))
+        return self._after(x, self._mixed(attended, gate))
 
     @property
     def _scale(self) -> float:

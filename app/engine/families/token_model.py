@@ -48,6 +48,7 @@ class TokenModel(Family):
         self.steps = len(tokens)
         self.prefix = np.array(prefix, dtype=np.int32)
         self.positions = limits.context + len(prefix)
+        self.unwritten = tuple(bool((ids < 0).any()) for ids in tokens)
         with torch.device("meta"):
             self.embed = nn.Parameter(torch.empty(vocabulary))
             self.norm = nn.Parameter(torch.empty(vocabulary[1]))
@@ -144,9 +145,14 @@ class TokenModel(Family):
 
     def output(self, t: int, hidden: Tensor, *, full: bool) -> StepOutput:
         """Step t's output of the normed last states [N, d]."""
-        logits = functional.linear(hidden, self.heads[t - 1])
-        logits = logits.index_fill_(1, self.get_buffer(f"none_{t}"), float("-inf"))
+        norm: Tensor | None = None
+        if full:
+            head = self.embed if self.head is None else self.head
+            logits, norm = layers.pick_and_norm(hidden, head, self.get_buffer(f"token_{t}"))
+        else:
+            logits = functional.linear(hidden, self.heads[t - 1])
+        if self.unwritten[t - 1]:
+            logits = logits.index_fill_(1, self.get_buffer(f"none_{t}"), float("-inf"))
         if hidden.device.type == "cpu":
             logits = logits.float()  # 16-bit arithmetic is no gain there, and the selection computes in fp32
-        head = self.embed if self.head is None else self.head
-        return StepOutput(logits, layers.log_norm(hidden, head) if full else None, {})
+        return StepOutput(logits, norm, {})

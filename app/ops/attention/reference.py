@@ -34,18 +34,16 @@ def context_attention(
     bias       [H, positions] float or None; added to the scaled scores
     Returns out [N, H, D] (q's dtype) and lse [N, H] float32; 0 and -inf where a request has no context.
 
-    On a CPU neighbouring requests of equal shape are one call, with the G query heads of a key/value head folded into
-    the query positions. Elsewhere, and with a bias, scores are made in blocks of rows, in float32.
+    On a CPU neighbouring requests of equal shape are one call. Elsewhere, and with a bias, scores are made in blocks of
+    rows, in float32.
     """
     n, h, d = q.shape
     positions, hkv = k.shape[1], k.shape[2]
     _check_heads(h, hkv)
-    out = torch.empty((n, h, v.shape[3]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((n, h), dtype=torch.float32, device=q.device)
     starts, lengths = row_start.tolist(), length.tolist()
     fused = q.device.type == "cpu" and bias is None and v.shape[3] == d
     shapes = [(starts[r + 1] - starts[r], lengths[r]) for r in range(len(lengths))]
-    first = 0
+    parts, first = [], 0
     for (rows, keys), group in groupby(shapes):
         count = len(list(group))
         if not 0 <= keys <= positions:
@@ -53,13 +51,16 @@ def context_attention(
         own = slice(starts[first], starts[first + count])
         part = (q[own], k[first : first + count, :keys], v[first : first + count, :keys])
         if rows and keys and fused:
-            out[own], lse[own] = _fused(*part, scale)
+            parts.append(_fused(*part, scale))
         elif rows and keys:
-            out[own], lse[own] = _plain(*part, scale, None if bias is None else bias[:, :keys])
+            parts.append(_plain(*part, scale, None if bias is None else bias[:, :keys]))
         elif rows:
-            out[own], lse[own] = 0, float("-inf")
+            nothing = q.new_full((rows * count, h), float("-inf"), dtype=torch.float32)
+            parts.append((q.new_zeros(rows * count, h, v.shape[3]), nothing))
         first += count
-    return out, lse
+    if not parts:
+        return q.new_empty(n, h, v.shape[3]), q.new_empty(n, h, dtype=torch.float32)
+    return parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float) -> Tensor:
@@ -72,9 +73,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: floa
     """
     h, hkv = q.shape[1], k.shape[1]
     _check_heads(h, hkv)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     starts = start.tolist()
-    first = 0
+    parts, first = [], 0
     for size, group in groupby(starts[r + 1] - starts[r] for r in range(len(starts) - 1)):
         count = len(list(group))
         own = slice(starts[first], starts[first + count])
@@ -83,9 +83,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: floa
             part = torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=h != hkv
             )
-            out[own] = part.transpose(1, 2).flatten(0, 1)
+            parts.append(part.transpose(1, 2).flatten(0, 1))
         first += count
-    return out
+    return parts[0] if len(parts) == 1 else torch.cat([q[:0], *parts])
 
 
 def prefix_attention(
@@ -113,6 +113,48 @@ def prefix_attention(
     compact           the ancestry is the identity: slots 0..N-1 are read in place, without a gather
     Returns out [N, H, D] (q's dtype) and lse [N, H] float32. With S = 0 the output is v itself.
     """
+    dots, values = _prefix(q, k, v, k_slots, v_slots, ancestry, first, compact)
+    scores = torch.stack(dots, dim=2) * scale
+    if bias is not None:
+        scores = scores + bias
+    n, h, _ = q.shape
+    if len(values) == 1:  # softmax over one key is 1
+        return v.repeat_interleave(h // k.shape[1], 1), scores[:, :, 0].float()
+    lse = torch.logsumexp(scores, 2)
+    out = _weighted(torch.exp(scores - lse.unsqueeze(2)), values)
+    return out.view(n, h, v.shape[2]).to(q.dtype), lse.float()
+
+
+def extend_attention(
+    shared: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    *,
+    ancestry: Tensor,
+    scale: float,
+    first: int = 0,
+    compact: bool = False,
+) -> Tensor:
+    """`merge(*shared, *prefix_attention(...))[0]` in one softmax: what the context gave counts as one more key.
+
+    shared  out [N, H, D] and lse [N, H] of `context_attention`; the rest as in `prefix_attention`
+    Returns out [N, H, D], q's dtype.
+    """
+    dots, values = _prefix(q, k, v, k_slots, v_slots, ancestry, first, compact)
+    context, lse = shared
+    share = torch.softmax(torch.stack([*dots, lse / scale], 2).mul_(scale), 2)
+    n, h, d = context.shape
+    out = _weighted(share, values).view(n, h, d)
+    return out.addcmul_(context.to(out.dtype), share[:, :, -1:]).to(q.dtype)
+
+
+def _prefix(
+    q: Tensor, k: Tensor, v: Tensor, k_slots: Tensor, v_slots: Tensor, ancestry: Tensor, first: int, compact: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A row's own prefix: its products with q, S + 1 times [N, H] (at least float32), and its values [N, Hkv, D]."""
     n, h, d = q.shape
     hkv = k.shape[1]
     _check_heads(h, hkv)
@@ -121,22 +163,22 @@ def prefix_attention(
         keys = [k_slots[j, :n] for j in steps] + [k]
         values = [v_slots[j, :n] for j in steps] + [v]
     else:
-        slot = ancestry.clamp(0, k_slots.shape[1] - 1)
+        slot = ancestry.clamp(0, k_slots.shape[1] - 1) if steps else ancestry
         keys = [k_slots[j].index_select(0, slot[:, j]) for j in steps] + [k]
         values = [v_slots[j].index_select(0, slot[:, j]) for j in steps] + [v]
     wide = torch.promote_types(q.dtype, torch.float32)
     queries = q.view(n, hkv, h // hkv, d).to(wide)
-    scores = torch.stack([(queries * key.to(wide).unsqueeze(2)).sum(-1).view(n, h) for key in keys], dim=2) * scale
-    if bias is not None:
-        scores = scores + bias
-    if len(keys) == 1:  # softmax over one key is 1
-        return v.repeat_interleave(h // hkv, 1), scores[:, :, 0].float()
-    lse = torch.logsumexp(scores, 2)
-    weight = torch.exp(scores - lse.unsqueeze(2)).view(n, hkv, h // hkv, len(keys), 1)
-    out = weight[:, :, :, 0] * values[0].unsqueeze(2)
+    return [(queries * key.to(wide).unsqueeze(2)).sum(-1).view(n, h) for key in keys], values
+
+
+def _weighted(share: Tensor, values: list[Tensor]) -> Tensor:
+    """Values summed by their shares: share [N, H, >= S], S values [N, Hkv, D] -> [N, Hkv, G, D], share's dtype."""
+    n, hkv, _ = values[0].shape
+    by_head = share.view(n, hkv, share.shape[1] // hkv, share.shape[2], 1)
+    out = by_head[:, :, :, 0] * values[0].unsqueeze(2)
     for j in range(1, len(values)):
-        out.addcmul_(weight[:, :, :, j], values[j].unsqueeze(2).to(wide))
-    return out.view(n, h, v.shape[2]).to(q.dtype), lse.float()
+        out.addcmul_(by_head[:, :, :, j], values[j].unsqueeze(2).to(out.dtype))
+    return out
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,11 +213,13 @@ def _unfolded(x: Tensor, h: int) -> Tensor:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """m requests of equal rows and keys in one CPU flash-attention call, which returns the log-sum-exp as well."""
+    """m requests of equal rows and keys in one CPU flash-attention call, which knows key/value heads that are shared
+    and returns the log-sum-exp as well."""
+    m, n = k.shape[0], q.shape[0] // k.shape[0]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001  no public one returns lse
-        _folded(q, k), k.transpose(1, 2), v.transpose(1, 2), scale=scale
+        q.view(m, n, *q.shape[1:]).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale
     )
-    return _unfolded(out, q.shape[1]), _unfolded(lse, q.shape[1])
+    return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:

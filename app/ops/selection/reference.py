@@ -8,13 +8,16 @@ there are no ties left to break (policy-language 0).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-INVALID = torch.iinfo(torch.int64).min
-"""The key of a candidate that may never be selected: below every key of a real rank, that of -max included."""
+CUT = 2
+"""A row is cut before the request is where that drops more than half of it; a smaller cut costs more than it saves."""
+LOWEST = -0x7F800000 << 32
+"""Keys of real ranks are at or above this one, -max included; those of -inf are below."""
 
 
 class Selected(NamedTuple):
@@ -36,14 +39,13 @@ def keys(rank: Tensor, code: Tensor, order: Tensor, size: int) -> Tensor:
     """T0 as int64 keys, larger is better.
 
     rank [n, F] float32, never NaN or +inf, -inf = invalid · code [n, F] int64 · order [n] integer · size C with
-    W * C < 2**32. Returns [n, F] int64; -0.0 and 0.0 are the same rank.
+    W * C < 2**32. Returns [n, F] int64, below LOWEST where invalid; -0.0 and 0.0 are the same rank.
     """
     bits = (rank + 0.0).view(torch.int32)  # -0.0 + 0.0 is +0.0
     # two's complement order of the float's bits: negative floats run backwards, so their magnitude bits are flipped
-    ordered = bits.bitwise_xor(bits.bitwise_right_shift(31).bitwise_and_(0x7FFFFFFF)).to(torch.int64)
-    place = order.to(torch.int64).mul(size).unsqueeze(1) + code
-    packed = ordered.bitwise_left_shift_(32).add_(0xFFFFFFFF).sub_(place)
-    return packed.masked_fill_(rank == -torch.inf, INVALID)
+    flipped = bits.bitwise_right_shift(31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
+    last = 0xFFFFFFFF - order.to(torch.int64).mul(size)
+    return flipped.to(torch.int64).bitwise_left_shift_(32).add_(last.unsqueeze(1)).sub_(code)
 
 
 def select_top(
@@ -64,52 +66,46 @@ def select_top(
     shapes: dict[tuple[int, int], list[int]] = {}
     for request, kept in enumerate(keep):
         shapes.setdefault((row_start[request + 1] - row_start[request], kept), []).append(request)
-    out_start = [0]
-    for kept in keep:
-        out_start.append(out_start[-1] + kept)
+    if len(shapes) == 1:  # nothing to put together
+        (width, kept), requests = shapes.popitem()
+        row, column, valid = _rectangle(packed.view(len(requests), width, rank.shape[1]), row_start[:-1], kept)
+        return Selected(row.flatten(), column.flatten(), torch.arange(kept, device=device).repeat(len(requests)), valid)
+    out_start = [0, *accumulate(keep)]
     parent = torch.full((out_start[-1],), -1, dtype=torch.int64, device=device)
     column = torch.full_like(parent, -1)
     place = torch.zeros_like(parent)
     n_valid = torch.zeros(len(keep), dtype=torch.int64, device=device)
     for (width, kept), requests in shapes.items():
-        if kept == 0:
-            continue
-        into = _ranges(requests, out_start, kept, device)
+        into = _ranges([out_start[request] for request in requests], kept, device)
+        first = [row_start[request] for request in requests]
+        own = packed[_ranges(first, width, device)]
+        parent[into], column[into], n_valid[torch.tensor(requests, device=device)] = _rectangle(own, first, kept)
         place[into] = torch.arange(kept, device=device)
-        if width == 0:
-            continue
-        rows = _ranges(requests, row_start, width, device)
-        best_row, best_column, valid = _rectangle(packed, rows, kept)
-        parent[into], column[into] = best_row, best_column
-        n_valid[torch.tensor(requests, device=device)] = valid
     return Selected(parent, column, place, n_valid)
 
 
-def _ranges(requests: list[int], start: Sequence[int], length: int, device: torch.device) -> Tensor:
-    """[G, length] int64: start[r], start[r] + 1, .. of each request."""
-    first = torch.tensor([start[request] for request in requests], dtype=torch.int64, device=device)
-    return first.unsqueeze(1) + torch.arange(length, device=device)
+def _ranges(first: Sequence[int], length: int, device: torch.device) -> Tensor:
+    """[G, length] int64: first[g], first[g] + 1, .."""
+    return torch.tensor(first, dtype=torch.int64, device=device).unsqueeze(1) + torch.arange(length, device=device)
 
 
-def _rectangle(packed: Tensor, rows: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Top `kept` of each request of a rectangle: rows [G, W] -> (row [G, kept], column [G, kept], n_valid [G])."""
-    requests, width = rows.shape
-    own = packed if rows.numel() == len(packed) and requests == 1 else packed[rows.reshape(-1)]
-    cut_column: Tensor | None = None
-    if own.shape[1] > kept:  # the exact precut: what it drops is beaten by `kept` candidates of its own row
-        own, cut_column = torch.topk(own, kept, dim=1, sorted=False)
-    per_row = own.shape[1]
-    flat = own.reshape(requests, width * per_row)
+def _rectangle(packed: Tensor, first: Sequence[int], kept: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Top `kept` of G requests of W rows each: packed [G, W, F], first row of each request [G].
+
+    Returns row [G, kept], column [G, kept] (-1 = nothing left) and n_valid [G].
+    """
+    requests, width, columns = packed.shape
+    cut: Tensor | None = None
+    if columns > CUT * kept > 0:  # the exact precut: what it drops is beaten by `kept` candidates of its own row
+        packed, cut = torch.topk(packed, kept, dim=2, sorted=False)
+    per_row = packed.shape[2]
     found = min(kept, width * per_row)
-    best, index = torch.topk(flat, found, dim=1, sorted=True)
-    row_of = index.div(per_row, rounding_mode="floor")
-    row = rows.gather(1, row_of)
-    if cut_column is None:
-        column = index - row_of * per_row
-    else:
-        column = cut_column.reshape(requests, width * per_row).gather(1, index)
-    dead = best == INVALID
-    row, column = row.masked_fill(dead, -1), column.masked_fill(dead, -1)
+    best, index = torch.topk(packed.reshape(requests, width * per_row), found, dim=1, sorted=True)
+    row = index.div(max(1, per_row), rounding_mode="floor")
+    column = index - row * per_row if cut is None else cut.reshape(requests, width * per_row).gather(1, index)
+    dead = best < LOWEST
+    row = (row + torch.tensor(first, device=row.device).unsqueeze(1)).masked_fill_(dead, -1)
+    column = column.masked_fill_(dead, -1)
     if found < kept:
         padding = (0, kept - found)
         row = torch.nn.functional.pad(row, padding, value=-1)

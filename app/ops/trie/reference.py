@@ -28,14 +28,16 @@ def children(first: Tensor, code: Tensor, node: Tensor, widest: int) -> Children
     CPU the widest of these rows is used). Padding repeats a code of the tree and is not legal.
     """
     at = node.clamp(min=0)
-    low, high = first[at].to(torch.int64), first[at + 1].to(torch.int64)
+    low, high = first.unfold(0, 2, 1).index_select(0, at).to(torch.int64).unbind(1)
     high = torch.where(node < 0, low, high)
     if node.device.type == "cpu" and len(node):
         widest = max(1, int((high - low).amax()))
-    edge = low.unsqueeze(1) + torch.arange(widest, device=node.device)
+    start = low.unsqueeze(1)
+    edge = start + torch.arange(widest, device=node.device)
     legal = edge < high.unsqueeze(1)
-    edge = torch.where(legal, edge, low.unsqueeze(1)).clamp_(max=len(code) - 1)
-    return Children(code[edge].to(torch.int64), (edge + 1).masked_fill_(~legal, -1), legal)
+    edge = torch.where(legal, edge, start).clamp_(max=len(code) - 1)
+    codes = code.index_select(0, edge.view(-1)).view(edge.shape).to(torch.int64)
+    return Children(codes, torch.where(legal, edge + 1, -1), legal)
 
 
 def dense(first: Tensor, code: Tensor, node: Tensor, widest: int, size: int) -> Children:

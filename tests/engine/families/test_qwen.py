@@ -139,7 +139,7 @@ def test_the_norm_over_the_vocabulary_comes_only_where_it_is_asked_for(engine):
     assert without[0].log_norm is not None, "the context stage serves every policy of the batch"
     assert [output.log_norm for output in without[1:]] == [None, None]
     for one, other in zip(with_norm, without, strict=True):
-        assert torch.equal(one.logits, other.logits)
+        torch.testing.assert_close(one.logits, other.logits)  # another product, so another rounding
         assert one.log_norm.dtype == torch.float32
 
 

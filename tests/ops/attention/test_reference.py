@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.ops.attention import causal_attention, context_attention, merge, prefix_attention, reference
+from app.ops.attention import (
+    causal_attention,
+    context_attention,
+    extend_attention,
+    merge,
+    prefix_attention,
+    reference,
+)
 
 SCALE = 0.3
 
@@ -104,6 +111,19 @@ def test_the_parts_and_their_merge_equal_one_softmax(shape, heads, biased, first
         torch.testing.assert_close(lse[n].double(), expected[1], atol=1e-5, rtol=1e-5)
 
 
+@settings(max_examples=40, deadline=None)
+@given(shapes, head_counts, st.integers(0, 3), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
+def test_extending_equals_the_merge_of_the_parts(shape, heads, first, dtype, compact):
+    d = make(*zip(*shape, strict=True), *heads, dtype=dtype, seed=first)
+    shared = context_of(d)
+    expected, _ = merge(*shared, *prefix_of(d, first=first, compact=compact))
+    arguments = (d["q"], d["k"], d["v"], d["k_slots"], d["v_slots"])
+    out = extend_attention(shared, *arguments, ancestry=d["ancestry"], scale=SCALE, first=first, compact=compact)
+    assert out.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_inputs_stay_within_their_rounding(dtype):
     d = make((5, 0, 7, 7), (9, 4, 6, 6), 4, 2, dim=16, dtype=dtype)
@@ -144,6 +164,9 @@ def test_whatever_a_tombstone_holds_stays_in_its_row():
     dirty = merge(*context_of(d), *prefix_of(d))
     torch.testing.assert_close(dirty[0][live], clean[0][live], rtol=0, atol=0)
     torch.testing.assert_close(dirty[1][live], clean[1][live], rtol=0, atol=0)
+    arguments = [d[name] for name in ("q", "k", "v", "k_slots", "v_slots")]
+    whole = extend_attention(context_of(d), *arguments, ancestry=d["ancestry"], scale=SCALE)
+    torch.testing.assert_close(whole[live], clean[0][live], rtol=1e-5, atol=1e-6)
 
 
 def test_rows_of_a_request_in_another_order_give_the_same_rows():
