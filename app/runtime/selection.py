@@ -14,8 +14,8 @@ from app.core import StepOutput, Survivors
 from app.ops.selection import sanitise, select_top
 from app.ops.trie import Children, children, contains, dense
 from app.policies.plan import StepInputs, StepProgram, Structure
-from app.runtime.job import Job
-from app.runtime.snapshot import DeadNodes, DeviceTrie
+from app.runtime.job import DeadNodes, Job
+from app.runtime.snapshot import DeviceTrie
 from app.runtime.state import BatchState
 
 BAD_SHARE = 0.01
