@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +55,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
+    torch.backends.mha.set_fastpath_enabled(False)  # SASRec teaches inside a CUDA graph: plain kernels only
     split = load(DATA)
     if arguments.only in {None, "train"}:
         train(split, arguments)
@@ -138,7 +139,7 @@ def restored(
 
 
 @contextmanager
-def shown() -> Iterator[object]:
+def shown() -> Iterator[Callable[[str], Report]]:
     """Progress bars; call the value with a name for a `Report` of its own."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<40}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
