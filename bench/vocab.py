@@ -51,8 +51,8 @@ def trie(items: int) -> Row:
     built, _, leaf_items = build_trie(codes, SIZES)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     return {
-        "items": items, "seconds": round(seconds, 3), "cpu_seconds": round(cpu, 3), "mb_over_the_array": round(peak_mb() - before),
-        "sids": len(leaf_items) - 1, "prefixes": built.prefixes,
+        "items": items, "seconds": round(seconds, 3), "cpu_seconds": round(cpu, 3),
+        "mb_over_the_array": round(peak_mb() - before), "sids": len(leaf_items) - 1, "prefixes": built.prefixes,
     }  # fmt: skip
 
 
