@@ -26,7 +26,7 @@ def engine(request, tmp_path_factory):
 
 
 def test_a_step_predicts_what_a_longer_prompt_predicts(engine):
-    """Replay and the rows' windows = the chunked rule and the convolution over a prompt that has the prefix behind it."""
+    """Replay and the rows' windows = the chunked rule and the convolution over a prompt with the prefix behind it."""
     arena, other = engine.new_arena(tiny.LIMITS), engine.new_arena(tiny.LIMITS)
     paths, checked = random_paths(), 0
     outputs = decode(engine, PROMPTS, paths, arena)

@@ -1,4 +1,4 @@
-"""Inputs of the gated delta rule as a model makes them, and a tree of beams with the states that the definition gives."""
+"""Inputs of the gated delta rule as a model makes them, and trees of beams with the states that the definition has."""
 
 from __future__ import annotations
 
