@@ -80,9 +80,7 @@ def compare(root, case: Case, model, contexts, widths) -> list[Outcome]:
         theirs = generate(model, case, prompts, int(width), normalize)
         for outcome, other in zip(outcomes[at * len(contexts) :], theirs, strict=False):
             ours = [(item.sid, item.score) for item in outcome.items]
-            assert [item.id for item in outcome.items] == [
-                f"i{case.items.tolist().index(list(sid))}" for sid, _ in ours
-            ]
+            assert [item.id for item in outcome.items] == [ids[sid] for sid, _ in ours]
             assert_equal_up_to_near_ties(ours, other)
     return outcomes
 
