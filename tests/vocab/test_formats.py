@@ -47,7 +47,9 @@ def write_openonerec(items: Catalogue, path: Path) -> None:
     tree: dict[str, list[dict[str, object]]] = {}
     for rank, (name, (a, b, c)) in enumerate(items):
         entry = {"pid": name, "count": 1000 - rank, "count_after_downsample": 1}
-        tree.setdefault(str((a * 8 + b) * 8 + c), []).insert(0, entry)  # the file's order is not that of the counts
+        tree.setdefault(str((a * 8192 + b) * 8192 + c), []).insert(
+            0, entry
+        )  # the file's order is not that of the counts
     path.write_text(json.dumps(tree, indent=1))
 
 
@@ -309,7 +311,13 @@ REFUSED: dict[str, tuple[str, bytes, str, str | None]] = {
     "index-json: given flashrec": ("index-json", b'{"0,4,6,1":1}', "bad_item", "item 1 (key '0,4,6,1')"),
     "openonerec: no number": ("openonerec", b'{"1,2,3": []}', "bad_key", "entry 1 (key '1,2,3')"),
     "openonerec: leading zero": ("openonerec", b'{"012": []}', "bad_key", "entry 1 (key '012')"),
-    "openonerec: too large": ("openonerec", b'{"256": []}', "bad_key", "entry 1 (key '256')"),
+    "openonerec: too large": ("openonerec", b'{"549755813888": []}', "bad_key", "entry 1 (key '549755813888')"),
+    "openonerec: a code too large": (
+        "openonerec",
+        b'{"7": [{"count": 1, "pid": 1}], "9": [{"count": 1, "pid": 2}]}',
+        "code_out_of_range",
+        "item 2",
+    ),
     "openonerec: huge": ("openonerec", b'{"' + b"9" * 5000 + b'": []}', "bad_key", None),
     "openonerec: no count": ("openonerec", b'{"7": [{"pid": 1}]}', "bad_item", "entry 1 (key '7')"),
     "openonerec: no id": ("openonerec", b'{"7": [{"count": 1}]}', "bad_item", "entry 1 (key '7')"),
@@ -321,7 +329,7 @@ REFUSED: dict[str, tuple[str, bytes, str, str | None]] = {
     ),
     "openonerec: an id twice": (
         "openonerec",
-        b'{"7": [{"count": 1, "pid": 1}], "8": [{"count": 1, "pid": "1"}]}',
+        b'{"6": [{"count": 1, "pid": 1}], "7": [{"count": 1, "pid": "1"}]}',
         "duplicate_id",
         "item 2",
     ),

@@ -1,19 +1,20 @@
 """OpenOneRec's sid2pid.json and sid2iid.json: {"22870808035": [{"pid": 17, "count": 4, ...}, ...]}.
 
-The key packs the SID: a * 8192^2 + b * 8192 + c with 8192 codes a step; here the radix of each step is its number of
-codes, which is the same for such a deployment. Items of one SID are preferred by count, largest first.
+The key packs the SID: a * 8192^2 + b * 8192 + c, whatever the number of codes in use; a deployment whose steps have
+more codes than that cannot be written so. Items of one SID are preferred by count, largest first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 import msgspec
 import numpy as np
 
 from app.vocab.formats.members import members
 from app.vocab.formats.source import Block, Source, decode_each, keyed
+
+RADIX = 8192
 
 
 class Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -45,13 +46,12 @@ def read(source: Source) -> Iterator[Block]:
 
 
 def _unpack(source: Source, key: str, place: str) -> list[int]:
-    sizes, most = source.sid.sizes, prod(source.sid.sizes)
+    steps, widest = source.steps, max(source.sid.sizes)
+    if widest > RADIX:
+        raise source.refuse("bad_format", f"its keys hold codes below {RADIX}; [sid] sizes go up to {widest}", place)
+    most = RADIX**steps
     plain = key.isascii() and key.isdigit() and len(key) <= len(str(most)) and key == str(int(key))
     if not plain or int(key) >= most:
-        message = f"{key[:40]!r} is no packed SID: a decimal number below {most} for sizes {list(sizes)}"
+        message = f"{key[:40]!r} is no packed SID: a decimal number below {RADIX}^{steps}"
         raise source.refuse("bad_key", message, place)
-    rest, sid = int(key), []
-    for size in reversed(sizes):
-        rest, code = divmod(rest, size)
-        sid.append(code)
-    return sid[::-1]
+    return [int(key) // RADIX**below % RADIX for below in reversed(range(steps))]
