@@ -274,9 +274,11 @@ def test_the_kill_list_wins_over_everything():
 
 def test_a_forced_arm_is_served_whoever_asks_and_says_so():
     made = traffic(experiment(state="draft"), holdout=Holdout(SLOTS, "holdout/1", "user_id", PLAIN), surfaces=("feed",))
-    found = assign(made, user(None), 0.0, (), {"x": "b"})
-    assert found.plan is NARROW
-    assert found.decisions[0][2:6] == (None, "b", "b", "forced")
+    for unit in (None, "user-1"):
+        found = assign(made, user(unit), 0.0, (), {"x": "b"})
+        assert found.plan is NARROW
+        assert found.decisions[0][2:6] == (unit, "b", "b", "forced")
+    assert assign(made, user("user-1"), 0.0).decisions[0].reason == "holdout"
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------------

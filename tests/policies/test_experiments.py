@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from app.policies.assign import Facts, assign
 from app.policies.diagnostics import Findings, Span
-from app.policies.load import Folder, compile_folder
+from app.policies.load import Folder, compile_folder, snapshot
 from app.policies.source import Scalar, Source
 from app.policies.where import compile_where
 from tests.policies.contracts import BASE, contract
@@ -58,6 +60,7 @@ steps:
     score: parent + param.spread * logp
     rank: score * param.temp
 """
+SHIPPED = Path(__file__).parents[2] / "policies"
 NOW = datetime.fromisoformat("2026-11-20T00:00Z").timestamp()
 
 
@@ -301,6 +304,15 @@ def test_what_runs_keeps_its_slots_against_newcomers():
     assert loaded.traffic.experiments["a"].slots == (3000, 4000)
 
 
+def test_what_was_served_never_comes_back_onto_taken_slots():
+    """a moves to b's slots, b moves away in the same save, and b's file is bad: nobody gets two experiments."""
+    running = load(a=other("[3000, 4000]"), b=EXPERIMENT).traffic
+    bad = change(change(EXPERIMENT, "slots: [0, 2000]", "slots: [5000, 6000]"), "weight: 50", "weight: 40")
+    loaded = load(a=other("[0, 1000]", "other/2"), b=bad, running=running)
+    assert {name: one.standing for name, one in loaded.experiments.items()} == {"a": "live", "b": "rejected"}
+    assert set(loaded.traffic.experiments) == {"a"}
+
+
 def test_a_stopped_experiment_keeps_its_slots_for_a_day():
     stopped = change(EXPERIMENT, "state: running", "state: stopped\nstopped_at: 2026-11-19T12:00Z")
     assert codes(load(a=stopped, b=other("[0, 100]")), "/b.yaml")[0] == ("E003", 6, 8)
@@ -514,6 +526,16 @@ def test_no_edit_of_good_files_breaks_the_loader(data):
     assert (one.standing == "live") == (not errors)
     assert "x" in loaded.traffic.experiments
     assert loaded.traffic.default is not None
+
+
+def test_the_shipped_example_runs_when_it_is_renamed(tmp_path):
+    shutil.copytree(SHIPPED, tmp_path / "policies")
+    assert "wider" not in compile_folder(snapshot(tmp_path / "policies"), contract(), now=NOW).experiments
+    example = tmp_path / "policies" / "experiments" / "_wider.yaml"
+    example.rename(example.with_name("wider.yaml"))
+    loaded = compile_folder(snapshot(tmp_path / "policies"), contract(), now=NOW)
+    assert loaded.experiments["wider"] == ("live", ())
+    assert loaded.default == "unseen"
 
 
 RUNNING = load(x=EXPERIMENT).traffic
