@@ -6,8 +6,8 @@ bad edit leaves what runs as it was, with its own plans, as a whole. Slots belon
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from app.policies.assign import Arm, Experiment, Holdout, Layer, Traffic, overlay
@@ -15,7 +15,8 @@ from app.policies.diagnostics import Diagnostic, Findings, Span, listing, sugges
 from app.policies.experiment_file import ArmDraft, ExperimentDraft, read_experiment
 from app.policies.plan import Plan
 from app.policies.source import Source
-from app.policies.traffic import DEFAULT, FILE, HoldoutDraft, LayerDraft, TrafficDraft, read_traffic
+from app.policies.traffic import DEFAULT, FILE, LayerDraft, TrafficDraft, read_traffic
+from app.policies.traffic_checks import RUNS, Policies, TrafficChecks
 from app.policies.values import Given
 
 CARRY_OVER_S = 24 * 3600.0
@@ -23,17 +24,6 @@ CARRY_OVER_S = 24 * 3600.0
 OLD_S = 90 * 24 * 3600.0
 
 Standing = Literal["live", "stale", "rejected"]
-_RUNS = ("running", "paused")
-
-
-class Policies(NamedTuple):
-    """The policies that traffic may name. plans: those that can be served · abstract, broken: those that cannot ·
-    stale: those whose plan is older than their file."""
-
-    plans: Mapping[str, Plan]
-    abstract: Collection[str] = ()
-    broken: Collection[str] = ()
-    stale: Collection[str] = ()
 
 
 class Loaded(NamedTuple):
@@ -68,7 +58,7 @@ def load_traffic(
     lines = {source.file: source.lines() for source in [traffic, *experiments.values()] if source}
     found = Findings(lambda file: lines.get(file, []))
     draft = read_traffic(traffic, found) if traffic else TrafficDraft(Span(f"policies/{FILE}", 1, 1, 2))
-    checks = _Checks(policies, found, now, previous)
+    checks = ExperimentChecks(policies, found, now, previous)
     draft = checks.traffic(draft, traffic.file if traffic else "")
     standings: dict[str, Standing] = {}
     chosen: list[Experiment] = []
@@ -115,84 +105,20 @@ def _assemble(
     return Traffic(default, holdout, tuple(sorted(layers, key=lambda one: one.params is not None)))
 
 
-@dataclass
-class _Checks:
-    """The findings of one load."""
-
-    policies: Policies
-    found: Findings
-    now: float
-    previous: Traffic | None
-    void: bool = False
-    """traffic.yaml has errors and nothing ran before: there are no layers, and no experiment is to blame for it."""
-
-    def faulty(self, file: str) -> bool:
-        return any(one.span.file == file for one in self.found.errors)
+class ExperimentChecks(TrafficChecks):
+    """The findings of one load, experiment by experiment."""
 
     def runs(self, name: str) -> bool:
         """Whether an experiment is among those that run now."""
         old = self.previous.experiments.get(name) if self.previous else None
-        return old is not None and old.state in _RUNS
+        return old is not None and old.state in RUNS
 
     def claim(self, name: str, draft: ExperimentDraft | None) -> int:
         """Who has a right to slots before whom: what runs where it was, what runs and moves, everything else."""
         old = self.previous.experiments.get(name) if self.previous else None
-        if old is None or old.state not in _RUNS:
+        if old is None or old.state not in RUNS:
             return 2
         return int(draft is not None and draft.slots.value != old.slots)
-
-    # ---- traffic.yaml ------------------------------------------------------------------------------------------------
-
-    def traffic(self, draft: TrafficDraft, file: str) -> TrafficDraft:
-        """The draft to serve: that of the file, or of what runs where the file is bad."""
-        for given in (draft.default, draft.holdout.policy if draft.holdout else None):
-            if given is not None:
-                self.policy(given, "name a policy that extends it", missing=given is not draft.default)
-        self.layers(draft)
-        if self.previous is not None:
-            self.moved(draft, self.previous)
-        if not self.faulty(file):
-            return draft
-        self.void = self.previous is None
-        return _draft_of(self.previous, draft) if self.previous else replace(draft, holdout=None, layers={})
-
-    def moved(self, draft: TrafficDraft, previous: Traffic) -> None:
-        """E008 for a layer: its salt and unit place the users of everything that runs in it."""
-        for old in previous.layers:
-            new = draft.layers.get(old.name)
-            if new is None or not any(one.state in _RUNS for one in old.experiments):
-                continue
-            for was, given, what in ((old.salt, new.salt, "salt"), (old.unit, new.unit, "unit")):
-                if given.value != was:
-                    message = f"the {what} of layer {old.name} changed while experiments of it run"
-                    hint = f"it is `{was}` now; end them first, or make a new layer"
-                    self.found.add("E008", given.span, message, hint)
-
-    def layers(self, draft: TrafficDraft) -> None:
-        """E006 and E007 among layers and the holdout."""
-        salts = {draft.holdout.salt.value: "the holdout"} if draft.holdout else {}
-        owners: dict[str, str] = {}
-        chooser: dict[str, str] = {}
-        for name, layer in draft.layers.items():
-            if layer.salt.value in salts:
-                hint = "two shares with one salt fall on the same users"
-                self.found.add("E007", layer.salt.span, f"{salts[layer.salt.value]} has this salt, too", hint)
-            salts.setdefault(layer.salt.value, f"layer {name}")
-            for param, span in (layer.params or {}).items():
-                if param in owners:
-                    self.found.add("E006", span, f"param `{param}` belongs to layer {owners[param]}, too")
-                owners.setdefault(param, name)
-            if layer.params is None:
-                self.chooser(layer, chooser)
-
-    def chooser(self, layer: LayerDraft, taken: dict[str, str]) -> None:
-        """At most one layer chooses the policy of a request."""
-        mine = layer.surfaces or ("",)
-        clash = next((taken[one] for one in taken if not one or one in mine or mine == ("",)), None)
-        if clash is not None:
-            hint = "give them surfaces that do not meet, or let one of them set `params` only"
-            self.found.add("E006", layer.name.span, f"the policy belongs to layer {clash}, too", hint)
-        taken |= {one: layer.name.value for one in mine if one not in taken}
 
     # ---- one experiment ----------------------------------------------------------------------------------------------
 
@@ -243,6 +169,7 @@ class _Checks:
         return None if self.faulty(file) or stale else made
 
     def made(self, one: ExperimentDraft, arms: tuple[Arm, ...]) -> Experiment:
+        """The draft without its places."""
         return Experiment(
             name=one.name,
             layer=one.layer.value,
@@ -292,7 +219,7 @@ class _Checks:
 
     def change(self, old: Experiment, one: ExperimentDraft, new: Experiment) -> None:
         """E008, E009, W103: what would move people between arms, or out of them."""
-        if old.state not in _RUNS or new.state not in _RUNS or old.salt != new.salt:
+        if old.state not in RUNS or new.state not in RUNS or old.salt != new.salt:
             return
         was, now = old.coverage(self.now), new.coverage(self.now)
         if now < was and one.ramp:
@@ -316,22 +243,6 @@ class _Checks:
 
     # ---- arms --------------------------------------------------------------------------------------------------------
 
-    def policy(self, given: Given[str], hint: str, *, missing: bool = True) -> Plan | None:
-        """The plan of a policy: E002. missing: whether a policy with errors of its own is reported here, too."""
-        name, known = given.value, [*self.policies.plans, *self.policies.broken, *self.policies.abstract]
-        if name in self.policies.plans:
-            return self.policies.plans[name]
-        if name in self.policies.abstract:
-            self.found.add("E002", given.span, f"policy `{name}` is abstract", hint)
-        elif name not in known:
-            hint = suggest(name, known) or f"policies: {', '.join(sorted(known))}"
-            self.found.add("E002", given.span, f"unknown policy `{name}`", hint)
-        elif missing:
-            self.found.add(
-                "E002", given.span, f"policy `{name}` has errors", "an experiment is live iff all its arms are"
-            )
-        return None
-
     def arms(self, one: ExperimentDraft, layer: LayerDraft, draft: TrafficDraft) -> tuple[Arm, ...]:
         """The arms with home ranges and plans; E002, E004, E006, W101."""
         arms, at = list[Arm](), 0
@@ -350,6 +261,7 @@ class _Checks:
         return tuple(arms)
 
     def plan(self, arm: ArmDraft, layer: LayerDraft, draft: TrafficDraft) -> Plan | None:
+        """The plan of an arm with its parameters; None where its layer only sets these, or with findings."""
         if layer.params is not None:
             self.overlays(arm, layer)
             return None
@@ -419,23 +331,3 @@ def _text(one: Experiment) -> str:
 
 def _weights(arms: tuple[Arm, ...]) -> list[tuple[str, int]]:
     return [(arm.name, arm.weight) for arm in arms]
-
-
-def _draft_of(traffic: Traffic, bad: TrafficDraft) -> TrafficDraft:
-    """What runs, as if it had been read."""
-    here = bad.start
-    layers = {
-        one.name: LayerDraft(
-            Given(one.name, here),
-            Given(one.salt, here),
-            Given(one.unit, here),
-            one.surfaces,
-            None if one.params is None else dict.fromkeys(one.params, here),
-        )
-        for one in traffic.layers
-    }
-    held = traffic.holdout
-    holdout = HoldoutDraft(held.slots, Given(held.salt, here), Given(held.plan.policy, here)) if held else None
-    default = Given(traffic.default.policy, here) if traffic.default else bad.default
-    unit = held.unit if held else bad.unit
-    return replace(bad, default=default, unit=unit, holdout=holdout, layers=layers)

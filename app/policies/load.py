@@ -18,12 +18,13 @@ from app.policies.cache import Cache
 from app.policies.check_contract import Catalogue
 from app.policies.diagnostics import Diagnostic, Findings, Span, render
 from app.policies.experiments import Loaded as LoadedExperiment
-from app.policies.experiments import Policies, load_traffic
+from app.policies.experiments import load_traffic
 from app.policies.last_good import Kept, keep
 from app.policies.plan import Plan
 from app.policies.resolve import Library
 from app.policies.source import MAX_BYTES, Source
 from app.policies.traffic import FILE as TRAFFIC
+from app.policies.traffic_checks import Policies
 from app.policies.values import NAME
 
 MAX_FILES = 1000
