@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from app.core import Contract
 from app.policies.check_types import constant
 from app.policies.diagnostics import Findings
 from app.policies.expr import Compare, Expr, Logic, Name, Not
+from app.policies.facts import Catalogue as Catalogue  # noqa: PLC0414  who checks a contract names its catalogue
 from app.policies.read import Content
 from app.policies.resolve import Policy
 
 KEY_SPACE = 2**32
 """Candidates of a step are numbered order * C + code in 32 bits."""
-
-
-class Catalogue(NamedTuple):
-    """What is known of the catalogue: prefixes[t - 1] = distinct prefixes of depth t."""
-
-    prefixes: tuple[int, ...]
 
 
 def check_contract(policy: Policy, contract: Contract, catalogue: Catalogue | None, found: Findings) -> None:

@@ -29,8 +29,8 @@ from app.policies.expr import (
     children,
     walk,
 )
+from app.policies.facts import Facts
 from app.policies.names import (
-    AVAILABLE_SPACES,
     EVERYWHERE,
     FINAL_PHASES,
     FUNCTIONS,
@@ -47,13 +47,16 @@ from app.policies.resolve import Param, Policy, Resolved
 Type = Literal["number", "condition", "text"] | None
 
 
-def check_types(policy: Policy, found: Findings) -> None:
-    """Check every phase of every step, and `final`; report unused parameters."""
-    checker = _Checker(policy.params, found)
-    for settings, phases in [*((step, STEP_PHASES) for step in policy.steps), (policy.final, FINAL_PHASES)]:
+def check_types(policy: Policy, facts: Facts, contract: str, found: Findings) -> None:
+    """Check every phase of every step, and `final`; report unused parameters. contract: its id, for messages."""
+    checker = _Checker(policy.params, facts, contract, found)
+    for settings, phases, scope in [
+        *((step, STEP_PHASES, "") for step in policy.steps),
+        (policy.final, FINAL_PHASES, "final."),
+    ]:
         for word, resolved in settings.items():
             if not resolved.broken and resolved.span is not None:
-                checker.phase(phases[word], resolved)
+                checker.phase(phases[word], resolved, scope + word)
     if not any(one.broken for step in (*policy.steps, policy.final) for one in step.values()):
         _unused(policy, checker.used, found)
 
@@ -68,25 +71,25 @@ def _unused(policy: Policy, used: set[str], found: Findings) -> None:
 @dataclass
 class _Checker:
     params: Mapping[str, Param]
+    facts: Facts
+    contract: str
     found: Findings
 
     def __post_init__(self) -> None:
         self.used: set[str] = set()
 
-    def phase(self, phase: Phase, resolved: Resolved) -> None:
+    def phase(self, phase: Phase, resolved: Resolved, where: str) -> None:
         value = resolved.value
         if isinstance(value, Operation):
-            self.operation(phase.name, value)
+            self.operation(phase.name, value, where)
         elif isinstance(value, tuple):
             for one in value:
-                self.operation(phase.name, one)
+                self.operation(phase.name, one, where)
         elif phase.form == "field" and isinstance(value, Field):
             if value.name != "id":
-                self.found.add(
-                    "P003", value.name_span, f"`item.{value.name}` is not available in this version", "write `item.id`"
-                )
+                self.declared(value)
         elif phase.form in ("number", "condition") and value is not None and not isinstance(value, str | int):
-            self.want(value, "condition" if phase.form == "condition" else "number", phase.name)
+            self.want(value, "condition" if phase.form == "condition" else "number", where)
 
     # ---- expressions -----------------------------------------------------------------------------------------------
 
@@ -149,8 +152,6 @@ class _Checker:
                     suggest(node.name, words) or f"names here: {', '.join(words)}",
                 )
             return None
-        if not known.available:
-            self.found.add("P003", node.span, f"`{node.name}` is not available in this version")
         return known.form
 
     def field(self, node: Field, phase: str) -> Type:
@@ -165,15 +166,25 @@ class _Checker:
                 place = Span(node.span.file, node.span.line, node.span.col, node.span.col + len(node.space))
                 self.found.add("T001", place, f"unknown namespace `{node.space}`", suggest(node.space, here))
             return None
-        if node.space not in AVAILABLE_SPACES:
-            self.found.add("P003", node.span, f"`{node.space}.{node.name}` is not available in this version")
-            return None
+        if node.space != "param":
+            return self.declared(node)
         if node.name not in self.params:
             hint = suggest(node.name, self.params) or "declare it under `params:`"
             self.found.add("T001", node.name_span, f"unknown parameter `{node.name}`", hint)
             return None
         self.used.add(node.name)
         return None if self.params[node.name].broken else "number"
+
+    def declared(self, node: Field) -> Type:
+        """The type of a name that the deployment declares."""
+        column = self.facts.get(f"{node.space}.{node.name}")
+        if column is not None:
+            return column.form
+        known = [one.name for one in self.facts.values() if one.space == node.space]
+        owner = f"the active contract {self.contract}" if node.space == "head" else "this deployment"
+        hint = suggest(node.name, known) or (f"declared: {listing(sorted(known))}" if known else "")
+        self.found.add("T002", node.name_span, f"{node.space} has no `{node.name}` in {owner}", hint)
+        return None
 
     def call(self, node: Call, phase: str) -> Type:
         function = FUNCTIONS.get(node.function)
@@ -208,21 +219,32 @@ class _Checker:
     def comparison(self, node: Compare | OneOf, phase: str) -> Type:
         left = self.type(node.left, phase)
         right = self.type(node.right, phase) if isinstance(node, Compare) else "text"
-        for side, type_ in ((node.left, left), (node.right if isinstance(node, Compare) else None, right)):
-            if side is not None and type_ == "condition":
-                self.found.add(
-                    "T004",
-                    side.span,
-                    "a condition stands where a number is needed",
-                    "join conditions with and, or, not",
-                )
-            if side is not None and type_ == "text":
-                self.found.add("T011", side.span, "a text is compared only with `ctx.name`")
+        sides = [(node.left, left), *([(node.right, right)] if isinstance(node, Compare) else [])]
+        for side, type_ in sides:
+            if type_ == "condition":
+                hint = "join conditions with and, or, not"
+                self.found.add("T004", side.span, "a condition stands where a number is needed", hint)
+        texts = [isinstance(side, Text) for side, _ in sides]
+        wrong = {left, right} == {"text", "number"} or (left == right == "text" and sum(texts) == len(texts) == 2)
+        if wrong or (left == right == "text" and not isinstance(node.left, Field)):
+            place = next((side for side, type_ in sides if isinstance(side, Text)), node.left)
+            self.found.add("T011", place.span, "a text is compared only with a field that is text")
+        elif left == right == "text" and isinstance(node, Compare) and node.op not in ("==", "!="):
+            self.found.add("T011", node.span, f"texts are not compared with `{node.op}`", "use ==, != or in")
+        elif isinstance(node, Compare) and isinstance(node.right, Text):
+            self.label(node.left, node.right.value, node.right.span)
         return "condition"
+
+    def label(self, field: Expr, value: str, span: Span) -> None:
+        """A category has only its declared values."""
+        column = self.facts.get(f"{field.space}.{field.name}") if isinstance(field, Field) else None
+        if column is not None and column.labels and value not in column.labels:
+            hint = suggest(value, column.labels)
+            self.found.add("T002", span, f"{column.key} has no value `{value}` in this deployment", hint)
 
     # ---- operators -------------------------------------------------------------------------------------------------
 
-    def operation(self, phase: str, call: Operation) -> None:
+    def operation(self, phase: str, call: Operation, where: str) -> None:
         operator = OPERATORS.get(call.op)
         if operator is None:
             here = [one.name for one in OPERATORS.values() if one.phase == phase]
@@ -234,30 +256,68 @@ class _Checker:
         elif not operator.available:
             self.found.add("P003", call.name_span, f"`{call.op}` is not available in this version")
         else:
-            self.arguments(operator, call)
+            self.arguments(operator, call, where)
 
-    def arguments(self, operator: Operator, call: Operation) -> None:
+    def arguments(self, operator: Operator, call: Operation, where: str) -> None:
         bound, faults = bind(operator, call)
         for span, message in faults:
             args = ", ".join(arg.name for arg in operator.args) or "none"
             self.found.add("T012", span, message, f"arguments of `{operator.name}`: {args}")
         for arg in operator.args:
             if arg.name in bound:
-                self.argument(operator, arg, bound[arg.name])
+                self.argument(operator, arg, bound[arg.name], where)
 
-    def argument(self, operator: Operator, arg: Arg, given: Argument) -> None:
-        span = given.value.span
+    def argument(self, operator: Operator, arg: Arg, given: Argument, where: str) -> None:
+        node, name = given.value, f"`{arg.name}` of `{operator.name}`"
         if arg.form == "field":
             self.found.add("P003", given.span, f"`{arg.name}` is not available in this version")
-            return
-        value = constant(given.value)
+        elif arg.form == "word":
+            if not (isinstance(node, Name) and node.name == arg.default):
+                self.found.add("T013", node.span, f"{name} is `{arg.default}`")
+        elif arg.form == "group":
+            self.group(node, where)
+        elif arg.param and isinstance(node, Field) and node.space == "param":
+            self.param_argument(node, arg, name)
+        else:
+            self.number_argument(node, arg, name)
+
+    def number_argument(self, node: Expr, arg: Arg, name: str) -> None:
+        value = constant(node)
         if value is None or (arg.form == "int" and value != int(value)):
-            what = "a whole number" if arg.form == "int" else "a number"
-            self.found.add("T013", span, f"`{arg.name}` of `{operator.name}` is {what}")
+            what = "a whole number" if arg.form == "int" else "a number or a parameter" if arg.param else "a number"
+            self.found.add("T013", node.span, f"{name} is {what}")
+        elif arg.low == arg.high != value:
+            self.found.add("P003", node.span, f"{name} other than {arg.low:g} is not available in this version")
         elif not arg.low <= value <= arg.high:
-            self.found.add(
-                "T013", span, f"`{arg.name}` of `{operator.name}` is {value:g}; allowed is {arg.low:g} to {arg.high:g}"
-            )
+            self.found.add("T013", node.span, f"{name} is {value:g}; allowed is {arg.low:g} to {arg.high:g}")
+
+    def param_argument(self, node: Field, arg: Arg, name: str) -> None:
+        if self.field(node, "rank") is None:
+            return
+        param = self.params[node.name]
+        if not arg.low <= param.low <= param.high <= arg.high:
+            message = f"{name} may be {param.low:g} to {param.high:g}; allowed is {arg.low:g} to {arg.high:g}"
+            self.found.add("T013", node.span, message, "narrow the range of the parameter")
+
+    def group(self, node: Expr, where: str) -> None:
+        """`parent`, `token[i]`, `prefix[i]`, a field, or a field compared with one of its values."""
+        final = where.startswith("final.")
+        space = "item" if final else "attr"
+        match node:
+            case Name(name="parent") if not final:
+                return
+            case Index(base="token" | "prefix") if not final:
+                return
+            case Field(space=found) if found == space:
+                if self.declared(node) == "number":
+                    self.found.add("T013", node.span, "a group needs a flag or a category, not a number")
+            case Compare(op="==", left=Field(space=found) as field, right=Text(value=value) as text) if found == space:
+                if self.declared(field) not in ("text", None):
+                    self.found.add("T011", text.span, "a text is compared only with a field that is text")
+                self.label(field, value, text.span)
+            case _:
+                shapes = '`item.x` or `item.x == "value"`' if final else "`parent`, `token[1]`, `prefix[1]`, `attr.x`"
+                self.found.add("T013", node.span, "this is no group", f"groups: {shapes}")
 
 
 def bind(operator: Operator, call: Operation) -> tuple[dict[str, Argument], list[tuple[Span, str]]]:
@@ -313,12 +373,12 @@ def bounds(node: Expr, params: Mapping[str, Param]) -> tuple[float, float]:  # n
 
 
 def dependence(  # noqa: PLR0911  one case a node type
-    node: Expr, phase: str, params: Mapping[str, Param], score: Dependence = "c"
+    node: Expr, phase: str, params: Mapping[str, Param], facts: Facts, score: Dependence = "c"
 ) -> Dependence:
     """How a number of `phase` depends on the candidate; `score` is the dependence of the score expression."""
 
     def of(part: Expr) -> Dependence:
-        return dependence(part, phase, params, score)
+        return dependence(part, phase, params, facts, score)
 
     match node:
         case Name(name="score"):
@@ -327,6 +387,8 @@ def dependence(  # noqa: PLR0911  one case a node type
             return NAMES[phase][name].dependence
         case Number() | Text() | Field(space="param"):
             return ""
+        case Field(space=space, name=name):
+            return facts[f"{space}.{name}"].dependence
         case Binary(op="+", left=left, right=right):
             return _sum(of(left), of(right))
         case Binary(op="-", left=left, right=right):

@@ -45,11 +45,11 @@ def policy_id(resolved: Json) -> str:
     return _digest("widebeam-policy/1", resolved)
 
 
-def structure_id(resolved: Json, precut: Sequence[str]) -> str:
-    """The id of the steps with parameters and widths left open; precut holds the class of each step."""
-    return _digest(
-        "widebeam-structure/1", {"operators": resolved["operators"], "steps": resolved["steps"], "precut": [*precut]}
-    )
+def structure_id(resolved: Json, params: Sequence[str], precut: Sequence[str]) -> str:
+    """The id of the steps with parameters and widths left open. params: the table that the steps read, in its order;
+    precut: the class of each step."""
+    parts = {"operators": resolved["operators"], "steps": resolved["steps"], "params": [*params], "precut": [*precut]}
+    return _digest("widebeam-structure/1", parts)
 
 
 def plan_id(structure: str, contract: str) -> str:

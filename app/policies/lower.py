@@ -17,8 +17,8 @@ from torch import Tensor
 from app.errors import Fault
 from app.policies.check_contract import COMPARE
 from app.policies.check_types import constant
-from app.policies.expr import Binary, Call, Compare, Expr, Field, Logic, Name, Negate, Not, Number
-from app.policies.plan import Normalize, Scored, StepInputs
+from app.policies.expr import Binary, Call, Compare, Expr, Field, Logic, Name, Negate, Not, Number, OneOf, Text, show
+from app.policies.facts import Facts
 
 NAN, INF = float("nan"), float("inf")
 MAX_PRODUCT = 16
@@ -27,14 +27,14 @@ MAX_PRODUCT = 16
 
 @dataclass
 class Frame:
-    """The named values of one call, each [n, F] or [n, 1]."""
+    """The named values of one call, all of one shape or broadcastable to it, on one device."""
 
-    inputs: StepInputs
+    device: torch.device
     known: dict[str, Tensor] = field(default_factory=dict)
 
     def fill(self, value: float) -> Tensor:
-        """A constant on the inputs' device, without a copy from the host."""
-        return torch.full((), value, dtype=torch.float32, device=self.inputs.logits.device)
+        """A constant on the device, without a copy from the host."""
+        return torch.full((), value, dtype=torch.float32, device=self.device)
 
 
 Lowered = Callable[[Frame], Tensor]
@@ -42,24 +42,26 @@ Lowered = Callable[[Frame], Tensor]
 
 @dataclass(frozen=True)
 class Scope:
-    """What is known when an expression is lowered: constants of the step, parameter columns, conditions that hold."""
+    """What is known when an expression is lowered: constants of the step, conditions that hold, declared columns."""
 
     constants: Mapping[str, float]
-    params: Mapping[str, int]
+    facts: Facts
     true: frozenset[str] = frozenset()
 
 
-def lower_number(node: Expr, scope: Scope) -> Lowered | np.float32:  # noqa: PLR0911  one case a node type
+def lower_number(node: Expr, scope: Scope) -> Lowered | np.float32:  # noqa: PLR0911, PLR0912  one case a node type
     """A number, or a constant where nothing in it varies."""
     match node:
         case Number(value=value):
             return np.float32(value)
+        case Name(name="prob"):
+            return lambda frame: torch.exp(frame.known["logp"])
         case Name(name=name) if name in scope.constants:
             return np.float32(scope.constants[name])
         case Name(name=name):
             return _name(name)
-        case Field(space="param", name=name):
-            return _param(scope.params[name])
+        case Field(space=space, name=name):
+            return _name(f"{space}.{name}")
         case Negate(value=value):
             return _apply("-x", [lower_number(value, scope)])
         case Binary(op="**", left=left, right=right):
@@ -82,7 +84,7 @@ def lower_number(node: Expr, scope: Scope) -> Lowered | np.float32:  # noqa: PLR
     raise Fault(f"{type(node).__name__} passed the checks and cannot be lowered")
 
 
-def lower_condition(node: Expr, scope: Scope) -> Lowered | bool:
+def lower_condition(node: Expr, scope: Scope) -> Lowered | bool:  # noqa: PLR0911  one case a node type
     """A condition, or its truth where nothing in it varies."""
     match node:
         case Name(name=name) if name in scope.true:
@@ -94,12 +96,18 @@ def lower_condition(node: Expr, scope: Scope) -> Lowered | bool:
             return (not inner) if isinstance(inner, bool) else lambda frame: ~inner(frame)
         case Logic(op=op, items=items):
             return _logic(op, [lower_condition(item, scope) for item in items])
+        case Field(space=space, name=name):
+            return _name(f"{space}.{name}")
+        case Compare(left=Field(space=space), right=Text()) | OneOf(left=Field(space=space)) if space != "ctx":
+            return _category(node, scope)
+        case OneOf() | Compare(right=Text()):
+            return _name(show(node))  # a condition on the request's texts, which the caller evaluates
         case Compare(op=op, left=left, right=right):
             a, b = lower_number(left, scope), lower_number(right, scope)
             if isinstance(a, np.float32) and isinstance(b, np.float32):
                 return COMPARE[op](a, b)
             compare = _COMPARE[op]
-            return lambda frame: compare(_tensor(a, frame), _tensor(b, frame))
+            return lambda frame: compare(tensor_of(a, frame), tensor_of(b, frame))
     raise Fault(f"{type(node).__name__} passed the checks and cannot be lowered")
 
 
@@ -109,16 +117,31 @@ _COMPARE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _name(name: str) -> Lowered:
-    if name == "prob":  # made where it is asked for
-        return lambda frame: torch.exp(frame.known["logp"])
     return lambda frame: frame.known[name]
 
 
-def _param(column: int) -> Lowered:
-    return lambda frame: frame.inputs.params[:, column : column + 1]
+def _category(node: OneOf | Compare, scope: Scope) -> Lowered:
+    """A category against its values: numbers of labels against numbers; -1 is unknown and equals none."""
+    field = node.left
+    assert isinstance(field, Field), "checked"
+    key = f"{field.space}.{field.name}"
+    labels = scope.facts[key].labels
+    values = node.values if isinstance(node, OneOf) else (node.right.value,) if isinstance(node.right, Text) else ()
+    numbers = [labels.index(value) for value in values if value in labels]
+    different = isinstance(node, Compare) and node.op == "!="
+
+    def among(frame: Frame) -> Tensor:
+        column = frame.known[key]
+        out = torch.zeros_like(column, dtype=torch.bool)
+        for number in numbers:
+            out = out | (column == number)
+        return ~out if different else out
+
+    return among
 
 
-def _tensor(value: Lowered | np.float32, frame: Frame) -> Tensor:
+def tensor_of(value: Lowered | np.float32, frame: Frame) -> Tensor:
+    """The value of a lowered number in a frame."""
     return frame.fill(float(value)) if isinstance(value, np.float32) else value(frame)
 
 
@@ -143,7 +166,7 @@ def _apply(name: str, parts: list[Lowered | np.float32]) -> Lowered | np.float32
             *(torch.tensor(float(part), dtype=torch.float32) for part in parts if isinstance(part, np.float32))
         )
         return np.float32(folded.item())
-    return lambda frame: operation(*(_tensor(part, frame) for part in parts))
+    return lambda frame: operation(*(tensor_of(part, frame) for part in parts))
 
 
 def _power(base: Lowered | np.float32, exponent: float) -> Lowered | np.float32:
@@ -165,7 +188,7 @@ def _power(base: Lowered | np.float32, exponent: float) -> Lowered | np.float32:
 def _where(condition: Lowered | bool, a: Lowered | np.float32, b: Lowered | np.float32) -> Lowered | np.float32:
     if isinstance(condition, bool):
         return a if condition else b
-    return lambda frame: torch.where(condition(frame), _tensor(a, frame), _tensor(b, frame))
+    return lambda frame: torch.where(condition(frame), tensor_of(a, frame), tensor_of(b, frame))
 
 
 def _logic(op: str, parts: list[Lowered | bool]) -> Lowered | bool:
@@ -184,72 +207,3 @@ def _logic(op: str, parts: list[Lowered | bool]) -> Lowered | bool:
         return out
 
     return joined
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The lowered phases of a step. mask True = no mask beyond the candidates themselves."""
-
-    children: bool
-    normalize: Normalize
-    mask: Lowered | bool
-    score: Lowered | np.float32
-    rank: Lowered | np.float32 | None
-    """None = the score itself."""
-
-
-def program(parts: Parts) -> Callable[[StepInputs], Scored]:
-    """The step's scoring as one function: masks, then normalisation, then score, then rank."""
-
-    def run(inputs: StepInputs) -> Scored:
-        frame = Frame(inputs)
-        logits = inputs.logits.float()
-        logit = logits.gather(1, inputs.code) if parts.children else logits
-        valid = _valid(parts, inputs, frame, logit)
-        norm = _norm(parts.normalize, inputs, logits, logit, valid)
-        logp = logit if norm is None else torch.sub(logit, norm)
-        frame.known.update(logit=logit, logp=logp, parent=inputs.parent[:, None])
-        score = _tensor(parts.score, frame).expand(logit.shape)
-        frame.known["score"] = score
-        rank = score if parts.rank is None else _tensor(parts.rank, frame).expand(logit.shape)
-        return _finish(score, rank, valid)
-
-    return run
-
-
-def _valid(parts: Parts, inputs: StepInputs, frame: Frame, logit: Tensor) -> Tensor:
-    """Candidates that may be selected: real, with a token, not excluded, allowed by the mask."""
-    valid = inputs.legal & (logit > -INF)
-    if inputs.excluded is not None:
-        valid = valid & ~inputs.excluded
-    frame.known["width"] = inputs.width[:, None]
-    if inputs.trie is not None:
-        frame.known["trie"] = inputs.trie
-    if inputs.seen is not None:
-        frame.known["seen"] = inputs.seen
-    if isinstance(parts.mask, bool):
-        return valid if parts.mask else torch.zeros_like(valid)
-    return valid & parts.mask(frame)
-
-
-def _norm(normalize: Normalize, inputs: StepInputs, logits: Tensor, logit: Tensor, valid: Tensor) -> Tensor | None:
-    """What is subtracted from a logit, [n, 1]; a dead row gets -inf, its candidates are invalid anyway."""
-    if normalize == "none":
-        return None
-    if normalize == "full" and inputs.log_norm is not None:
-        return inputs.log_norm[:, None]
-    over = torch.where(valid, logit, -INF) if normalize == "valid" else logits
-    return torch.logsumexp(over, dim=1, keepdim=True)
-
-
-def _finish(score: Tensor, rank: Tensor, valid: Tensor) -> Scored:
-    """NaN and +inf are bad: counted and invalid. Adding 0.0 makes -0.0 a tie of +0.0."""
-    fine = score < INF  # false for NaN too
-    if rank is score:
-        final = torch.where(valid & fine, score, -INF).add_(0.0)
-        return Scored(final, final, (valid & ~fine).sum(dim=1))
-    fine = fine & (rank < INF)
-    good = valid & fine & (score > -INF) & (rank > -INF)
-    return Scored(
-        torch.where(good, score, -INF).add_(0.0), torch.where(good, rank, -INF).add_(0.0), (valid & ~fine).sum(dim=1)
-    )

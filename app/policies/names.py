@@ -30,23 +30,23 @@ def _by_name(*phases: Phase) -> Mapping[str, Phase]:
 
 
 STEP_PHASES = _by_name(
-    Phase("logits", "number", "changes the logits before they are normalised", available=False, default="logit"),
+    Phase("logits", "number", "changes the logits before they are normalised", default="logit"),
     Phase("normalize", "choice", "what log-probabilities are normalised over", default="full"),
     Phase("mask", "condition", "which candidates are allowed at all", default="trie"),
-    Phase("keep", "operations", "cuts the tail of each row", available=False),
+    Phase("keep", "operations", "cuts the tail of each row"),
     Phase("score", "number", "the number that a beam carries to the next step", default="parent + logp"),
     Phase("rank", "number", "the number that orders candidates in this step", default="score"),
-    Phase("prune", "operations", "drops survivors that are far behind", available=False),
-    Phase("quota", "operations", "caps and floors per group", available=False),
+    Phase("prune", "operations", "drops candidates that are far behind"),
+    Phase("quota", "operations", "caps and floors per group"),
     Phase("select", "operation", "how the survivors are taken", default="top()"),
 )
 FINAL_PHASES = _by_name(
     Phase("expand", "operation", "SIDs to items", default="sid(max_items=1)"),
-    Phase("mask", "condition", "drops items", available=False),
-    Phase("score", "number", "the final score", available=False),
+    Phase("mask", "condition", "drops items"),
+    Phase("score", "number", "the final score", default="score"),
     Phase("dedupe", "field", "one entry for each key", default="item.id"),
-    Phase("quota", "operations", "caps and floors in the list", available=False),
-    Phase("rerank", "operation", "orders the list anew", available=False),
+    Phase("quota", "operations", "caps and floors in the list"),
+    Phase("rerank", "operation", "orders the list anew"),
     Phase("limit", "count", "longest list; the last width where it is not given"),
 )
 STEP_WORDS = ("all", "first", "last")
@@ -57,11 +57,10 @@ class Known(NamedTuple):
 
     form: Literal["number", "condition"]
     dependence: Dependence
-    available: bool = True
 
 
-def _numbers(words: str, dependence: Dependence, *, available: bool = True) -> dict[str, Known]:
-    return {word: Known("number", dependence, available) for word in words.split()}
+def _numbers(words: str, dependence: Dependence) -> dict[str, Known]:
+    return {word: Known("number", dependence) for word in words.split()}
 
 
 def _conditions(words: str) -> dict[str, Known]:
@@ -72,26 +71,22 @@ _SCORE = {**_numbers("parent", "r"), **_numbers("logp", "L"), **_numbers("prob",
 NAMES: Mapping[str, Mapping[str, Known]] = {
     "logits": {**_numbers("logit", "L"), **_numbers("step vocab", "")},
     "mask": {**_numbers("step", ""), **_conditions("trie seen")},
-    "keep": {**_numbers("step", ""), **_conditions("trie seen")},
     "score": {**_SCORE, **_numbers("vocab", ""), **_conditions("trie seen")},
-    "rank": {
-        **_SCORE,
-        **_numbers("score", "c"),
-        **_numbers("sibling gumbel uniform", "c", available=False),
-        **_conditions("seen"),
-    },
+    "rank": {**_SCORE, **_numbers("score sibling gumbel uniform", "c"), **_conditions("seen")},
+    "final.mask": {**_numbers("score position", "c"), **_conditions("seen")},
+    "final.score": {**_numbers("score position", "c"), **_conditions("seen")},
 }
-"""`score` in `rank` has the dependence of the score expression; what stands here is the worst case."""
+"""Names by phase. `score` in `rank` has the dependence of the score expression; what stands here is the worst case."""
 
+EVERYWHERE = frozenset({"param", "user", "ctx"})
 SPACES: Mapping[str, frozenset[str]] = {
-    "logits": frozenset({"param"}),
-    "mask": frozenset({"param", "blocked", "boosted", "attr"}),
-    "keep": frozenset({"param", "blocked", "boosted", "attr"}),
-    "score": frozenset({"param", "head", "prior", "attr"}),
-    "rank": frozenset({"param", "head", "prior", "attr", "boosted"}),
+    "logits": EVERYWHERE,
+    "mask": EVERYWHERE | {"blocked", "boosted", "attr"},
+    "score": EVERYWHERE | {"head", "prior", "attr"},
+    "rank": EVERYWHERE | {"head", "prior", "attr", "boosted"},
+    "final.mask": EVERYWHERE | {"item"},
+    "final.score": EVERYWHERE | {"item"},
 }
-EVERYWHERE = frozenset({"user", "ctx"})
-AVAILABLE_SPACES = frozenset({"param"})
 
 
 class Function(NamedTuple):

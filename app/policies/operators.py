@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-ArgForm = Literal["int", "number", "group", "field"]
+ArgForm = Literal["int", "number", "group", "field", "word"]
 
 
 class Arg(NamedTuple):
@@ -37,34 +37,22 @@ def _by_name(*operators: Operator) -> Mapping[str, Operator]:
     return {operator.name: operator for operator in operators}
 
 
+P = Arg("p", "number", 0, 1, param=True)
+DELTA = Arg("delta", "number", 0, 100, param=True)
+GROUP = Arg("group", "group")
+
 OPERATORS = _by_name(
-    Operator("top_k", "keep", (Arg("n", "int", 1, 2**24),), "the n best codes of each row", available=False),
-    Operator("top_p", "keep", (Arg("p", "number", 0, 1),), "the best codes that hold mass p", available=False),
-    Operator(
-        "min_p", "keep", (Arg("p", "number", 0, 1),), "codes with p times the best one's probability", available=False
-    ),
-    Operator("epsilon", "keep", (Arg("p", "number", 0, 1),), "codes with probability p or more", available=False),
-    Operator("eta", "keep", (Arg("p", "number", 0, 1),), "epsilon that follows the row's entropy", available=False),
-    Operator("typical", "keep", (Arg("p", "number", 0, 1),), "codes of typical information", available=False),
-    Operator("within", "prune", (Arg("delta", "number", 0, 100),), "at most delta behind the best", available=False),
-    Operator("above", "prune", (Arg("score", "number", -1e4, 0),), "at least this rank", available=False),
-    Operator(
-        "within_parent",
-        "prune",
-        (Arg("delta", "number", 0, 100),),
-        "at most delta behind the row's best",
-        available=False,
-    ),
-    Operator(
-        "cap", "quota", (Arg("group", "group"), Arg("max", "int", 1, 2**20)), "at most max of a group", available=False
-    ),
-    Operator(
-        "floor",
-        "quota",
-        (Arg("group", "group"), Arg("min", "int", 0, 2**20)),
-        "at least min of a group",
-        available=False,
-    ),
+    Operator("top_k", "keep", (Arg("n", "int", 1, 2**24),), "the n best codes of each row"),
+    Operator("top_p", "keep", (P,), "codes while the mass of better ones is below p"),
+    Operator("min_p", "keep", (P,), "codes with at least p times the best one's probability"),
+    Operator("epsilon", "keep", (P,), "codes with probability p or more"),
+    Operator("eta", "keep", (P,), "epsilon with a threshold that follows the row's entropy"),
+    Operator("typical", "keep", (P,), "codes of typical information", available=False),
+    Operator("within", "prune", (DELTA,), "candidates at most delta behind the request's best"),
+    Operator("above", "prune", (Arg("score", "number", -1e4, 0, param=True),), "candidates with at least this rank"),
+    Operator("within_parent", "prune", (DELTA,), "candidates at most delta behind their row's best"),
+    Operator("cap", "quota", (GROUP, Arg("max", "int", 1, 2**20)), "at most max of each group"),
+    Operator("floor", "quota", (GROUP, Arg("min", "int", 0, 2**20)), "at least min of each group, where there are"),
     Operator("top", "select", (), "the best by rank"),
     Operator(
         "diverse",
@@ -72,15 +60,18 @@ OPERATORS = _by_name(
         (
             Arg("groups", "int", 2, 64),
             Arg("penalty", "number", 0, 100, param=True),
-            Arg("history", "number", 0, 1, 0.0),
+            Arg("history", "number", 0, 0, 0.0),
         ),
-        "groups one after the other, codes of earlier groups penalised",
-        available=False,
+        "groups one after the other; a code costs penalty for each time that an earlier group took it",
     ),
-    Operator("stochastic", "select", (), "sampling without replacement", available=False),
-    Operator("explore", "select", (Arg("share", "number", 0, 0.5, 0.05),), "some places for the rest", available=False),
+    Operator("stochastic", "select", (), "a sample without replacement (Gumbel top-k)"),
+    Operator("explore", "select", (Arg("share", "number", 0, 0.5, 0.05),), "a share of the places drawn from the rest"),
     Operator(
-        "dpp", "select", (Arg("pool", "int", 2, 8), Arg("strength", "number", 0, 10)), "determinantal", available=False
+        "dpp",
+        "select",
+        (Arg("pool", "int", 2, 8), Arg("strength", "number", 0, 10)),
+        "determinantal selection",
+        available=False,
     ),
     Operator(
         "sid", "expand", (Arg("max_items", "int", 1, 1000, 1.0), Arg("by", "field", default="")), "items of each SID"
@@ -88,9 +79,8 @@ OPERATORS = _by_name(
     Operator(
         "mmr",
         "rerank",
-        (Arg("weight", "number", 0, 1, 0.7), Arg("pool", "int", 1, 2000, 200.0), Arg("by", "field", default="prefix")),
-        "marginal relevance",
-        available=False,
+        (Arg("weight", "number", 0, 1, 0.7), Arg("pool", "int", 1, 2000, 200.0), Arg("by", "word", default="prefix")),
+        "maximal marginal relevance: each next item trades its score against its likeness to those before",
     ),
 )
 """Operators by name."""

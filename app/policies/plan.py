@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 Normalize = Literal["full", "step", "valid", "none"]
@@ -29,6 +31,18 @@ class StepInputs(NamedTuple):
     params    [n, P] float32    parameter values of the row's request, in `Structure.params` order
     step      t
     width     [n] float32       K_t of the row's request
+
+    The rest is read only by programs that name it in `uses`; "request" stands for request, order and widths.
+
+    request   [n] int64         the row's request among those of the structure, 0.., non-decreasing
+    order     [n] int64         the row's place in its request
+    widths    K_t of those requests, on the host
+    prefix    [n, t - 1] int64  the row's codes
+    seed      [n] int64         the request's seed
+    carry     [n] float32       what the survivor's `Scored.carry` was; None at step 1
+    extra     columns by name: `head.x` [n] or [n, C] float32; `prior.x`, `attr.x` (numbers float32, flags bool,
+              categories int64 with -1 = unknown), `blocked.x`, `boosted.x` (bool) [n, F]; `user.x` [n] float32;
+              a condition on `ctx` by its text, `ctx.country in ["BR"]`, [n] bool
     """
 
     logits: Tensor
@@ -42,15 +56,28 @@ class StepInputs(NamedTuple):
     params: Tensor
     step: int
     width: Tensor
+    request: Tensor | None = None
+    order: Tensor | None = None
+    widths: tuple[int, ...] = ()
+    prefix: Tensor | None = None
+    seed: Tensor | None = None
+    carry: Tensor | None = None
+    extra: Mapping[str, Tensor] = {}
 
 
 class Scored(NamedTuple):
-    """score, rank [n, F] float32 (-inf = invalid; never NaN or +inf) and bad [n] int64: candidates whose expressions
-    gave NaN or +inf."""
+    """What the fast path takes the best K of, whatever the policy's operators.
+
+    score  [n, F] float32, nats, carried; -inf = invalid
+    rank   [n, F] float32: the best K under T0 are the survivors, in their order; -inf = invalid; never NaN or +inf
+    bad    [n] int64: candidates whose expressions gave NaN or +inf
+    carry  [n, F] float32 where the program `carries`: the runtime hands a survivor's on as `StepInputs.carry`
+    """
 
     score: Tensor
     rank: Tensor
     bad: Tensor
+    carry: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +85,15 @@ class StepProgram:
     """One step of a structure, lowered to torch.
 
     children  candidates are the trie's children of the row (the mask has `trie` as a conjunct), else all codes
-    uses      which optional columns of StepInputs `run` reads: "trie", "seen"
+    uses      which optional columns of StepInputs `run` reads: "trie", "seen", "request", "prefix", "seed", "carry",
+              and names of `extra`
     normalize what log-probabilities are normalised over
     precut    class of the exact per-row cut (policy-language 2.3): "R", "L", "M", "E"
-    run       masks before scores before ranks; computed in fp32, in the written order
+    run       masks before scores before ranks; computed in fp32, in the written order. Operators that are more than
+              the best by rank (prune, quota, diverse, stochastic, explore) are done here too: what they do not select
+              gets rank -inf, and where they order otherwise the rank is their order. So the caller always takes the
+              best K of `Scored.rank`, and needs no second way
+    carries   `Scored.carry` is given and must be handed to the next step
     """
 
     children: bool
@@ -69,6 +101,7 @@ class StepProgram:
     normalize: Normalize
     precut: str
     run: Callable[[StepInputs], Scored]
+    carries: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +111,45 @@ class Structure:
     id: str
     params: tuple[str, ...]
     steps: tuple[StepProgram, ...]
+
+
+class FinalInputs(NamedTuple):
+    """The items of one request after `expand`, in search order (T0 of the last step, then preference inside an SID).
+
+    score   [M] float32   the search's score of the item's SID
+    item    [M] int64     item numbers of the pinned vocab
+    sid     [M, L] int32
+    seen    [M] bool      in history or exclude; None unless the program `uses` "seen"
+    extra   columns by name: `item.x` [M] (numbers float32, flags bool, categories int64 with -1 = unknown), `user.x` as
+            a number, a condition on `ctx` by its text as a truth value
+    """
+
+    score: npt.NDArray[np.float32]
+    item: npt.NDArray[np.int64]
+    sid: npt.NDArray[np.int32]
+    seen: npt.NDArray[np.bool_] | None = None
+    extra: Mapping[str, npt.NDArray[np.generic]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class FinalList:
+    """index [m] int64 into the inputs, best first; score [m] float32, finite; bad = items that NaN or +inf cost."""
+
+    index: npt.NDArray[np.int64]
+    score: npt.NDArray[np.float32]
+    bad: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinalProgram:
+    """What `final` does beyond expand and limit: mask, score, dedupe, quota, rerank, and the limit of the result.
+
+    uses  "seen" and names of `FinalInputs.extra`
+    run   of the items and the request's parameters, by name (`Structure.params` and `Plan.params`, or an arm's)
+    """
+
+    uses: frozenset[str]
+    run: Callable[[FinalInputs, Mapping[str, float]], FinalList]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +175,15 @@ class Plan:
     per_sid: int
     resolved: Mapping[str, object]
     underfill: Literal["allow", "error"] = "allow"
+    final: FinalProgram | None = None
 
     @property
     def trie(self) -> bool:
         """Whether every step is confined to the catalogue."""
         return all(step.children for step in self.structure.steps)
+
+    @property
+    def seen(self) -> bool:
+        """Whether the plan reads the user's seen items."""
+        steps = any("seen" in step.uses for step in self.structure.steps)
+        return steps or (self.final is not None and "seen" in self.final.uses)

@@ -10,8 +10,10 @@ welcome, speed is not. `tests` hold every other path against it.
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-Value = Floats | Bools | np.float32
+Value = npt.NDArray[Any] | np.float32
 
 INF = np.float32(np.inf)
 MAX_PRODUCT = 16
@@ -36,6 +38,11 @@ class Grid:
     parent    [W] float32
     log_norm  [W] float32, or None = log-sum-exp over the step's codes
     params    values by name; step t; width K_t
+    order     [W] int64, the rows' places; prefix [W, t - 1] int64, their codes
+    carry     [W] float32: group, flag or Gumbel of each row, as its operator has it; None at step 1
+    noise     [W, F] float32 by use: "gumbel", "uniform", "explore"
+    extra     columns by name, [W, F]
+    labels    values of categories by column, in the order of their numbers
     """
 
     logits: Floats
@@ -49,6 +56,12 @@ class Grid:
     params: Mapping[str, float]
     step: int
     width: int
+    order: Ints | None = None
+    prefix: Ints | None = None
+    carry: Floats | None = None
+    noise: Mapping[str, Floats] = field(default_factory=dict)
+    extra: Mapping[str, npt.NDArray[np.generic]] = field(default_factory=dict)
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,30 +80,112 @@ def sanitise(logits: Floats) -> tuple[Floats, Ints]:
 
 
 def score_step(phases: Mapping[str, object], grid: Grid) -> Ranks:
-    """Score and rank of every candidate under one step of a resolved policy (`Plan.resolved["steps"][t - 1]`)."""
-    logits, _ = sanitise(grid.logits)
+    """Score and rank of every candidate under one step of a resolved policy (`Plan.resolved["steps"][t - 1]`): all
+    phases up to `rank`."""
+    names = _names(grid)
+    raw, _ = sanitise(grid.logits)
+    logits, broken = _changed(str(phases["logits"]), raw, names)
     logit = np.take_along_axis(logits, grid.code, axis=1)
-    names: dict[str, Value] = {
-        "step": np.float32(grid.step),
-        "vocab": np.float32(logits.shape[1]),
-        "width": np.float32(grid.width),
-        "trie": grid.trie,
-        "seen": grid.seen,
-        **{f"param.{name}": np.float32(value) for name, value in grid.params.items()},
-    }
+    wrong = np.take_along_axis(broken, grid.code, axis=1) & grid.legal
     valid = grid.legal & (logit > -INF) & ~grid.excluded
     if phases["mask"] is not None:
         valid = valid & np.broadcast_to(evaluate(str(phases["mask"]), names), valid.shape)
-    names["logp"] = logp = normalise(str(phases["normalize"]), logits, logit, valid, grid.log_norm)
+    log_norm = grid.log_norm if phases["logits"] == "logit" else None
+    names["logp"] = logp = normalise(str(phases["normalize"]), logits, logit, valid, log_norm)
+    for text in _lines(phases["keep"]):
+        valid = keep(text, logp, valid, names)
     with np.errstate(all="ignore"):
         names["prob"] = np.exp(logp)
     names["parent"] = np.broadcast_to(grid.parent[:, None], logit.shape)
     names["score"] = score = np.broadcast_to(evaluate(str(phases["score"]), names), logit.shape).astype(np.float32)
+    names["sibling"] = siblings(score, valid)
     rank = np.broadcast_to(evaluate(str(phases["rank"]), names), logit.shape).astype(np.float32)
-    wrong = valid & (np.isnan(score) | (score == INF) | np.isnan(rank) | (rank == INF))
-    good = valid & ~wrong & (score > -INF) & (rank > -INF)
+    bad = valid & (np.isnan(score) | (score == INF) | np.isnan(rank) | (rank == INF))
+    good = valid & ~bad & (score > -INF) & (rank > -INF)
     zero = np.float32(0.0)  # -0.0 + 0.0 = +0.0: the two must tie
-    return Ranks(np.where(good, score + zero, -INF), np.where(good, rank + zero, -INF), wrong.sum(axis=1))
+    ranks = np.where(good, score + zero, -INF), np.where(good, rank + zero, -INF)
+    return Ranks(*ranks, (bad | wrong).sum(axis=1))
+
+
+def _names(grid: Grid) -> dict[str, Value]:
+    names: dict[str, Value] = {
+        "step": np.float32(grid.step),
+        "vocab": np.float32(grid.logits.shape[1]),
+        "width": np.float32(grid.width),
+        "trie": grid.trie,
+        "seen": grid.seen,
+    }
+    names.update({f"param.{name}": np.float32(value) for name, value in grid.params.items()})
+    names.update(grid.noise)
+    for name, column in grid.extra.items():
+        names[name] = column
+        for at, label in enumerate(grid.labels.get(name, ())):
+            names[f"{name}=={label}"] = column == at
+    return names
+
+
+def _changed(text: str, raw: Floats, names: Mapping[str, Value]) -> tuple[Floats, Bools]:
+    """Logits after the `logits` phase, and where it gave NaN or +inf."""
+    if text == "logit":
+        return raw, np.zeros_like(raw, dtype=bool)
+    made = np.broadcast_to(evaluate(text, {**names, "logit": raw}), raw.shape).astype(np.float32)
+    broken = (np.isnan(made) | (made == INF)) & (raw > -INF)
+    return np.where(broken | (raw == -INF), -INF, made).astype(np.float32), broken
+
+
+def _lines(value: object) -> list[str]:
+    return [str(one) for one in value] if isinstance(value, list) else []
+
+
+def best_first(values: Floats, valid: Bools) -> list[int]:
+    """Valid columns of one row, best first, ties by column."""
+    return sorted(np.flatnonzero(valid).tolist(), key=lambda at: -float(values[at]) + 0.0)
+
+
+def siblings(score: Floats, valid: Bools) -> Floats:
+    """V29: the 1-based place of each valid candidate in its row by score."""
+    out = np.zeros_like(score)
+    clean = np.where(np.isnan(score), -INF, score)
+    for r in range(len(score)):
+        for place, at in enumerate(best_first(clean[r], valid[r]), 1):
+            out[r, at] = place
+    return out
+
+
+def keep(text: str, logp: Floats, valid: Bools, names: Mapping[str, Value]) -> Bools:
+    """V08-V11, one line of `keep`, row by row; the best candidate of a row always stays."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    given = [*call.args, *(one.value for one in call.keywords)]
+    argument = float(np.float32(np.asarray(_value(given[0], names)).reshape(-1)[0]))
+    out = np.zeros_like(valid)
+    for r in range(len(valid)):
+        order = best_first(logp[r], valid[r])
+        if order:
+            out[r, order[: _kept(call.func.id, argument, [float(logp[r, at]) for at in order])]] = True
+    return out
+
+
+def _kept(name: str, argument: float, logp: list[float]) -> int:
+    """How many of a row's candidates stay, best first."""
+    if name == "top_k":
+        return int(argument)
+    if name == "top_p":
+        mass, kept = 0.0, 0
+        for one in logp:
+            if kept and mass >= argument:
+                break
+            mass, kept = mass + math.exp(one), kept + 1
+        return kept
+    log_p = math.log(argument) if argument > 0 else -math.inf
+    floor = np.float32(log_p)
+    if name == "min_p":
+        floor = np.float32(np.float32(logp[0]) + floor)
+    if name == "eta":
+        shares = np.exp(np.array(logp) - _log_sum_exp(np.array(logp)))
+        entropy = -sum(float(share) * math.log(share) for share in shares if share > 0)
+        floor = np.float32(min(log_p, 0.5 * log_p - entropy))
+    return max(1, sum(bool(np.float32(one) >= floor) for one in logp))
 
 
 def normalise(over: str, logits: Floats, logit: Floats, valid: Bools, log_norm: Floats | None) -> Floats:
@@ -129,7 +224,7 @@ def evaluate(text: str, names: Mapping[str, Value]) -> Value:
         return _value(ast.parse(text, mode="eval").body, names)
 
 
-def _value(node: ast.expr, names: Mapping[str, Value]) -> Value:  # noqa: PLR0911  one case a node type
+def _value(node: ast.expr, names: Mapping[str, Value]) -> Value:  # noqa: PLR0911, PLR0912  one case a node type
     match node:
         case ast.Constant(value=int() | float() as number):
             return np.float32(number)
@@ -137,6 +232,12 @@ def _value(node: ast.expr, names: Mapping[str, Value]) -> Value:  # noqa: PLR091
             return names[name]
         case ast.Attribute(value=ast.Name(id=space), attr=name):
             return names[f"{space}.{name}"]
+        case ast.Compare(left=left, ops=[op], comparators=[ast.Constant(value=str() as label)]):
+            same = names[f"{ast.unparse(left)}=={label}"]
+            return np.logical_not(same) if isinstance(op, ast.NotEq) else same
+        case ast.Compare(left=left, ops=[ast.In()], comparators=[ast.List(elts=labels)]):
+            among = [names[f"{ast.unparse(left)}=={ast.literal_eval(one)}"] for one in labels]
+            return np.asarray(np.logical_or.reduce(among))
         case ast.UnaryOp(op=ast.Not(), operand=inner):
             return np.logical_not(_value(inner, names))
         case ast.UnaryOp(operand=inner):

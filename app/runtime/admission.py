@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -14,6 +13,7 @@ from app.core import Context, History, HistoryIds, Inputs, Request
 from app.errors import InvalidRequest
 from app.policies.assign import Assignment, Facts, Traffic, assign
 from app.policies.plan import Plan
+from app.runtime.job import default_seed as default_seed
 from app.runtime.job import plan_rows
 from app.runtime.snapshot import DeadNodes, Int64s, Snapshot
 from app.runtime.status import utc_seconds
@@ -105,7 +105,7 @@ class Admission:
         else:
             context = request.context
         inputs = snapshot.engine.prepare(context)
-        needs_seen = any("seen" in step.uses for step in choice.plan.structure.steps)
+        needs_seen = choice.plan.seen
         seen_items = np.concatenate((excluded_items, history_items)) if needs_seen else excluded_items[:0]
         return Admitted(
             inputs=inputs,
@@ -124,8 +124,3 @@ def _known(vocab: Vocab, ids: tuple[str, ...]) -> tuple[Int64s, int]:
     found = vocab.find(ids)
     known = found[found >= 0]
     return known, len(found) - len(known)
-
-
-def default_seed(request_id: str) -> int:
-    """The seed of a request that brings none: the same id gives the same answer on every replica. 0..2**53 - 1."""
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest()) >> 11

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -79,3 +80,13 @@ class Served(NamedTuple):
     context_ms: float
     decode_ms: float
     rows: int
+
+
+def seed_of(request: Request) -> int:
+    """The seed of a request: its own, or one made of its id."""
+    return request.seed if request.seed is not None else default_seed(request.request_id)
+
+
+def default_seed(request_id: str) -> int:
+    """The seed of a request that brings none: the same id gives the same answer on every replica. 0..2**53 - 1."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest()) >> 11

@@ -14,8 +14,8 @@ from app.core import StepOutput, Survivors
 from app.ops.selection import sanitise, select_top
 from app.ops.trie import Children, children, contains, dense
 from app.policies.plan import StepInputs, StepProgram, Structure
-from app.runtime.job import DeadNodes, Job
-from app.runtime.snapshot import DeviceTrie
+from app.runtime.job import Job, seed_of
+from app.runtime.snapshot import DeadNodes, DeviceTrie
 from app.runtime.state import BatchState
 
 BAD_SHARE = 0.01
@@ -58,6 +58,8 @@ class Selection:
         self._width = _table([plan.widths for plan in plans], device)
         self._excluded = [_dead_keys([job.excluded for job in jobs], t, trie.nodes, device) for t in range(len(sizes))]
         self._seen = [_dead_keys([job.seen for job in jobs], t, trie.nodes, device) for t in range(len(sizes))]
+        self._seed = torch.tensor([seed_of(job.request) for job in jobs], dtype=torch.int64, device=device)
+        self._carry: dict[int, Tensor] = {}  # of a request's rows, where its policy hands a number on
 
     def needs_full(self, t: int) -> bool:
         """Whether some policy of the batch normalises step t over everything the model can emit."""
@@ -72,7 +74,7 @@ class Selection:
         parts: list[tuple[_Segment, Survivors]] = []
         bad_scores = torch.zeros((), dtype=torch.int64, device=self._device)
         for segment in self._segments(state):
-            inputs, child = self._inputs(t, segment, logits, output.log_norm, state)
+            inputs, child = self._inputs(t, segment, logits, output, state)
             scored = segment.structure.steps[t - 1].run(inputs)
             best = select_top(
                 scored.rank,
@@ -92,6 +94,9 @@ class Selection:
                 n_valid=best.n_valid,
             )
             parts.append((segment, survivors))
+            if scored.carry is not None:
+                carried = scored.carry[at, column].split([keep[request] for request in segment.requests])
+                self._carry.update(zip(segment.requests, carried, strict=True))
             bad_scores += scored.bad.sum()
         broken, bad_logits = self._broken(bad, state, logits.shape[1])
         return StepResult(self._together(parts, keep), bad_logits, int(bad_scores), broken)
@@ -127,12 +132,13 @@ class Selection:
         return _Segment(self._jobs[requests[0]].plan.structure, tuple(requests), _starts(counts), rows)
 
     def _inputs(
-        self, t: int, segment: _Segment, logits: Tensor, log_norm: Tensor | None, state: BatchState
+        self, t: int, segment: _Segment, logits: Tensor, output: StepOutput, state: BatchState
     ) -> tuple[StepInputs, Tensor]:
         """A program's inputs, and the trie node of each candidate [n, F]."""
         program, rows = segment.structure.steps[t - 1], segment.rows
         node, request = _take(state.node, rows), _take(state.request, rows)
-        parent = _take(state.score, rows)
+        parent, log_norm, uses = _take(state.score, rows), output.log_norm, program.uses
+        grouped = "request" in uses
         found = self._candidates(t, program, node)
         # a tombstone has node -1 and so no children; with all codes as candidates it must be masked
         legal = found.legal if program.children else found.legal & (parent > -torch.inf).unsqueeze(1)
@@ -141,13 +147,20 @@ class Selection:
             log_norm=None if log_norm is None else _take(log_norm, rows),
             code=found.code,
             legal=legal,
-            trie=found.node >= 0 if "trie" in program.uses else None,
-            seen=self._in_set(self._seen[t - 1], found.node, request) if "seen" in program.uses else None,
+            trie=found.node >= 0 if "trie" in uses else None,
+            seen=self._in_set(self._seen[t - 1], found.node, request) if "seen" in uses else None,
             excluded=self._in_set(self._excluded[t - 1], found.node, request) if len(self._excluded[t - 1]) else None,
             parent=parent,
             params=self._params[segment.structure.id].index_select(0, request),
             step=t,
             width=self._width[:, t - 1].index_select(0, request),
+            request=_numbered(segment, self._device) if grouped else None,
+            order=_take(state.order, rows) if grouped else None,
+            widths=tuple(self._jobs[one].plan.widths[t - 1] for one in segment.requests) if grouped else (),
+            prefix=_take(state.sids, rows) if "prefix" in uses else None,
+            seed=self._seed.index_select(0, request) if "seed" in uses else None,
+            carry=torch.cat([self._carry[one] for one in segment.requests]) if "carry" in uses and t > 1 else None,
+            extra={name: _take(output.heads[name[5:]], rows) for name in uses if name.startswith("head.")},
         )
         return inputs, found.node
 
@@ -196,6 +209,12 @@ def _take(values: Tensor, rows: Tensor | None) -> Tensor:
 
 def _starts(counts: Sequence[int]) -> tuple[int, ...]:
     return (0, *np.cumsum(counts).tolist())
+
+
+def _numbered(segment: _Segment, device: torch.device) -> Tensor:
+    """[n] int64: which of the segment's requests each row belongs to."""
+    counts = np.diff(segment.row_start)
+    return torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device)
 
 
 def _spread(segment: _Segment, out_start: Sequence[int], keep: Sequence[int], device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ from app.config import Limits
 from app.core import Contract, StepShape
 from app.policies.compile import compile_policy
 from app.policies.diagnostics import Findings
+from app.policies.facts import Catalogue
 from app.policies.plan import Plan
 from app.policies.source import Source
 
@@ -34,12 +35,14 @@ def sources(text: str | bytes, name: str = "feed", **others: str) -> dict[str, S
     }
 
 
-def compiled(text: str | bytes, on: Contract | None = None, **others: str) -> tuple[Plan | None, Findings]:
-    return compile_policy("feed", sources(text, **others), on or contract())
+def compiled(
+    text: str | bytes, on: Contract | None = None, catalogue: Catalogue | None = None, **others: str
+) -> tuple[Plan | None, Findings]:
+    return compile_policy("feed", sources(text, **others), on or contract(), catalogue)
 
 
-def plan_of(text: str, on: Contract | None = None, **others: str) -> Plan:
-    plan, found = compiled(text, on, **others)
+def plan_of(text: str, on: Contract | None = None, catalogue: Catalogue | None = None, **others: str) -> Plan:
+    plan, found = compiled(text, on, catalogue, **others)
     assert plan is not None, found.text()
     return plan
 

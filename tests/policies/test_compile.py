@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from app.policies.compile import compile_policy
 from app.policies.resolve import Library
 from app.policies.source import Source
+from tests.policies.batches import CATALOGUE
 from tests.policies.contracts import BASE, compiled, contract, places, plan_of, sources
 
 SHIPPED = sorted((Path(__file__).parents[2] / "policies").glob("*.yaml"))
@@ -139,33 +140,53 @@ def test_an_abstract_policy_gives_no_plan_and_no_fault():
     ]
 
 
-def test_every_phase_that_is_not_compiled_is_refused_and_none_is_ignored():
+def test_what_is_not_compiled_is_refused_and_never_ignored():
     for text in (
-        "steps: {all: {logits: logit / 2}}",
-        "steps: {all: {keep: [min_p(0.1)]}}",
-        "steps: {all: {prune: [within(3)]}}",
-        "steps: {all: {quota: [floor(parent)]}}",
-        "steps: {all: {select: stochastic()}}",
-        "steps: {all: {rank: score + gumbel}}",
-        "steps: {all: {rank: score - 0.1 * sibling}}",
-        "steps: {all: {rank: score + head.ctr}}",
-        "steps: {all: {rank: score + prior.popularity}}",
-        "steps: {all: {mask: trie and attr.fresh}}",
-        "steps: {all: {mask: trie and not blocked.ads}}",
-        "steps: {all: {rank: score + user.age}}",
-        "steps: {all: {mask: 'trie and ctx.country in [\"BR\"]'}}",
+        "steps: {all: {keep: [typical(0.9)]}}",
+        "steps: {all: {select: 'dpp(pool=4, strength=0.6)'}}",
+        "steps: {all: {select: 'diverse(groups=4, penalty=0.4, history=0.5)'}}",
         "load: {busy: {widths: [1, 2, 3]}}",
-        "final: {mask: item.stock > 0}",
-        "final: {score: score + item.fresh}",
-        "final: {quota: [cap(item.author)]}",
-        "final: {rerank: mmr()}",
-        "final: {dedupe: item.author}",
         "final: {expand: 'sid(max_items=2, by=item.quality)'}",
     ):
         plan, found = compiled(f"widebeam: 1\n{text}\n")
         assert plan is None, text
         assert {one.rule.code for one in found.errors} == {"P003"}, (text, found.text())
         assert "not available in this version" in found.errors[0].message
+
+
+def test_columns_that_the_deployment_does_not_declare_are_refused():
+    for text in (
+        "steps: {all: {rank: score + head.ctr}}",
+        "steps: {all: {rank: score + prior.popularity}}",
+        "steps: {all: {mask: trie and attr.fresh}}",
+        "steps: {all: {mask: trie and not blocked.ads}}",
+        "steps: {all: {rank: score + user.age}}",
+        "steps: {all: {mask: 'trie and ctx.country in [\"BR\"]'}}",
+        "steps: {all: {quota: ['floor(attr.cold, min=1)']}}",
+        "final: {mask: item.stock > 0}",
+        "final: {dedupe: item.author}",
+        "final: {quota: ['cap(item.author, max=1)']}",
+    ):
+        plan, found = compiled(f"widebeam: 1\n{text}\n")
+        assert plan is None, text
+        assert {one.rule.code for one in found.errors} == {"T002"}, (text, found.text())
+
+
+def test_programs_say_which_inputs_they_read():
+    def uses(*lines: str, t: int = 2) -> frozenset[str]:
+        text = "widebeam: 1\nsteps:\n  all:\n    normalize: valid\n" + "".join(f"    {one}\n" for one in lines)
+        return plan_of(text, catalogue=CATALOGUE).structure.steps[t - 1].uses
+
+    assert uses() == frozenset()
+    assert uses("prune:", "  - within(3)") == {"request"}
+    assert uses("quota:", "  - cap(token[1], max=3)") == {"request", "prefix"}
+    assert uses("quota:", "  - floor(attr.cold, min=3)") == {"request", "attr.cold"}
+    assert uses("rank: score + gumbel") == {"seed", "prefix"}
+    assert uses("select: stochastic()") == {"request", "seed", "prefix", "carry"}
+    assert uses("select: diverse(groups=4, penalty=0.5)") == {"request", "carry"}
+    assert uses("rank: score + where(boosted.campaign, user.age, 0)") == {"boosted.campaign", "user.age"}
+    assert uses('mask: trie and attr.genre == "drama"') == {"attr.genre"}
+    assert uses('rank: where(ctx.country in ["BR", "MX"], score, parent)') == {'ctx.country in ["BR", "MX"]'}
 
 
 @pytest.mark.parametrize(

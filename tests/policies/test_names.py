@@ -15,5 +15,5 @@ def test_defaults_are_written_in_their_canonical_text():
 
 
 def test_phases_with_names_are_phases():
-    assert set(NAMES) <= set(STEP_PHASES)
+    assert set(NAMES) <= set(STEP_PHASES) | {f"final.{word}" for word in FINAL_PHASES}
     assert STEP_PHASES["normalize"].default in NORMALIZE

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.policies.diagnostics import render
+from app.policies.facts import Catalogue, Column
 from app.policies.load import compile_folder, snapshot
 from app.policies.rules import RULES
 from tests.policies.contracts import BASE, contract
@@ -35,6 +36,7 @@ def test_every_code_is_raised_somewhere():
     assert {code for code in re.findall(r'"([STPXKEWC]\d{3})"', source) if code not in RULES} == set()
 
 
+CATALOGUE = Catalogue((10**9,) * 3, (Column("attr", "age", low=0, high=10),))
 BEFORE = re.compile(r"Before, and running, `policies/(\S+)`:\n\n```yaml\n(.*?)```\n", re.DOTALL)
 NOW = re.compile(r"Now: (\S+)\.\n")
 
@@ -51,7 +53,7 @@ def load(folder, page, files):
         for name, text in stage:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(text.encode())
-        loaded = compile_folder(snapshot(folder), contract(sizes, widths), running=running, now=now)
+        loaded = compile_folder(snapshot(folder), contract(sizes, widths), CATALOGUE, running=running, now=now)
         running = loaded.traffic
     own = loaded.policies.get(Path(files[-1][0]).stem)
     return [*(own.findings if own else ()), *loaded.findings]

@@ -1,0 +1,267 @@
+"""Operators on requests: prune, quota, and the ways to select. Each turns ranks into ranks: what is not selected gets
+-inf, and the best K of what is left, in T0, are the survivors.
+
+Candidates of all requests of a structure are handled at once, laid flat in T0 order. Where every group is a union of
+rows, rows are cut to their best K first (precut theorem, policy-language 2.3); otherwise nothing is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.ops.selection import keys
+from app.policies.plan import StepInputs
+
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where candidates stand: request and order of each row, K of each request, C of the step.
+
+    request, order  [n] int64 · code [n, F] int64 · k [R] int64 on the device · widths the same on the host
+    """
+
+    request: Tensor
+    order: Tensor
+    code: Tensor
+    k: Tensor
+    widths: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, inputs: StepInputs) -> Field:
+        """From a step's inputs, which must hold what a program with "request" in its `uses` is given."""
+        assert inputs.request is not None and inputs.order is not None, "uses: request"
+        k = torch.tensor(inputs.widths, dtype=torch.int64, device=inputs.code.device)
+        return cls(inputs.request, inputs.order, inputs.code, k, inputs.widths, inputs.logits.shape[1])
+
+
+@dataclass(frozen=True)
+class Line:
+    """Valid candidates of all requests, requests one after the other, each in T0.
+
+    at [N] int64 flat places r * F + f · row [N] · request [N]
+    """
+
+    at: Tensor
+    row: Tensor
+    request: Tensor
+
+
+def line(rank: Tensor, field: Field, *, cut: bool) -> Line:
+    """Candidates in T0; with `cut`, only the best max(K) of each row."""
+    packed = keys(rank, field.code, field.order, field.size)
+    per_row, most = rank.shape[1], max(field.widths, default=0)
+    place = torch.arange(per_row, device=rank.device).expand_as(packed)
+    if cut and per_row > most:
+        packed, place = torch.topk(packed, most, dim=1, sorted=False)
+    at = (torch.arange(len(rank), device=rank.device)[:, None] * per_row + place).reshape(-1)
+    packed = packed.reshape(-1)
+    alive = rank.reshape(-1)[at] > -INF
+    at, packed = at[alive], packed[alive]
+    row = at.div(per_row, rounding_mode="floor")
+    best_first = torch.argsort(packed, descending=True)
+    by_request = torch.argsort(field.request[row[best_first]], stable=True)
+    order = best_first[by_request]
+    return Line(at[order], row[order], field.request[row[order]])
+
+
+def place_in(group: Tensor, member: Tensor) -> Tensor:
+    """[N] int64: how many earlier members share a member's group; arbitrary for others."""
+    outside = torch.iinfo(torch.int64).max
+    key = torch.where(member, group, outside)
+    ordered, index = torch.sort(key, stable=True)
+    first = torch.searchsorted(ordered, ordered)
+    place = torch.empty_like(index)
+    place[index] = torch.arange(len(index), device=index.device) - first
+    return place
+
+
+def count_in(group: Tensor, member: Tensor) -> Tensor:
+    """[N] int64: how many members share each candidate's group."""
+    ordered = torch.sort(group[member]).values
+    return torch.searchsorted(ordered, group, right=True) - torch.searchsorted(ordered, group)
+
+
+def only(rank: Tensor, at: Tensor) -> Tensor:
+    """Ranks of the candidates at flat places; -inf elsewhere."""
+    out = torch.full_like(rank, -INF)
+    out.view(-1)[at] = rank.reshape(-1)[at]
+    return out
+
+
+# ---- prune ---------------------------------------------------------------------------------------------------------
+
+
+def within(rank: Tensor, field: Field, delta: Tensor) -> Tensor:
+    """V04 (1702.01806): at most delta behind the request's best."""
+    best = _request_best(rank, field)[field.request][:, None]
+    return torch.where(rank >= torch.sub(best, delta), rank, -INF)
+
+
+def above(rank: Tensor, field: Field, floor: Tensor) -> Tensor:
+    """V05: at least this rank; the request's best always stays."""
+    best = _request_best(rank, field)[field.request][:, None]
+    return torch.where((rank >= floor) | (rank == best), rank, -INF)
+
+
+def within_parent(rank: Tensor, field: Field, delta: Tensor) -> Tensor:
+    """V06: at most delta behind the row's best."""
+    del field
+    best = rank.amax(dim=1, keepdim=True)
+    return torch.where(rank >= torch.sub(best, delta), rank, -INF)
+
+
+def _request_best(rank: Tensor, field: Field) -> Tensor:
+    rows = rank.amax(dim=1)
+    return torch.full((len(field.widths),), -INF, device=rank.device).scatter_reduce_(0, field.request, rows, "amax")
+
+
+PRUNE: dict[str, Callable[[Tensor, Field, Tensor], Tensor]] = {
+    "within": within,
+    "above": above,
+    "within_parent": within_parent,
+}
+"""Lowering of `prune` operators: (rank, field, argument [n, 1]) -> rank."""
+
+
+# ---- quota ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quota:
+    """A cap or a floor with its group's number at each candidate: group [n, F] or [n, 1] int64, -1 = in no group."""
+
+    limit: int
+    group: Tensor
+
+
+def quota(rank: Tensor, field: Field, caps: Sequence[Quota], floors: Sequence[Quota], *, cut: bool) -> Tensor:
+    """V08, V30-V33: floors in their written order, each with the best of its groups, then the best of all; nothing is
+    taken that breaks a cap.
+
+    caps  from the innermost to the outermost: each contains the groups of those before it
+    cut   whether every group is a union of rows
+    """
+    candidates = line(rank, field, cut=cut)
+    taken = torch.zeros(len(candidates.at), dtype=torch.bool, device=rank.device)
+    cap_groups = [(one.limit, *_numbers(one, candidates, field)) for one in caps]
+    everything = torch.ones_like(taken)
+    for floor in floors:
+        group, member = _numbers(floor, candidates, field)
+        missing = floor.limit - count_in(group, taken & member)
+        taken = taken | _take(candidates, taken, cap_groups, (group, member, missing), field)
+    free = torch.full_like(candidates.at, torch.iinfo(torch.int64).max)
+    taken = taken | _take(candidates, taken, cap_groups, (candidates.request, everything, free), field)
+    return only(rank, candidates.at[taken])
+
+
+def _numbers(one: Quota, candidates: Line, field: Field) -> tuple[Tensor, Tensor]:
+    """Group numbers that no two requests share, and who is in a group."""
+    group = one.group.expand(field.code.shape).reshape(-1)[candidates.at]
+    return group * len(field.widths) + candidates.request, group >= 0
+
+
+def _take(
+    candidates: Line,
+    taken: Tensor,
+    caps: Sequence[tuple[int, Tensor, Tensor]],
+    goal: tuple[Tensor, Tensor, Tensor],
+    field: Field,
+) -> Tensor:
+    """The next candidates in T0 that the caps allow, up to the goal of each group and K of each request."""
+    group, member, missing = goal
+    chosen = member & ~taken
+    for limit, cap_group, capped in caps:
+        left = limit - count_in(cap_group, taken & capped)
+        chosen = chosen & (~capped | (place_in(cap_group, chosen & capped) < left))
+    chosen = chosen & (place_in(group, chosen) < missing)
+    room = field.k[candidates.request] - count_in(candidates.request, taken)
+    return chosen & (place_in(candidates.request, chosen) < room)
+
+
+# ---- select --------------------------------------------------------------------------------------------------------
+
+
+def explore(rank: Tensor, field: Field, noise: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """V39: K - E places by rank, E = floor(share K) from the rest by rank + noise. Returns ranks and who was explored.
+
+    noise [n, F] float32 standard Gumbel
+    """
+    spare = torch.tensor([int(share * width) for width in field.widths], dtype=torch.int64, device=rank.device)
+    by_rank = line(rank, field, cut=True)
+    firm = place_in(by_rank.request, torch.ones_like(by_rank.at, dtype=torch.bool)) < (field.k - spare)[by_rank.request]
+    chosen = by_rank.at[firm]
+    rest = rank.reshape(-1).index_fill(0, chosen, -INF).view(rank.shape)
+    drawn = line(torch.where(rest > -INF, torch.add(rest, noise), -INF), field, cut=True)
+    lucky = place_in(drawn.request, torch.ones_like(drawn.at, dtype=torch.bool)) < spare[drawn.request]
+    explored = torch.zeros(rank.numel(), dtype=torch.bool, device=rank.device)
+    explored[drawn.at[lucky]] = True
+    return only(rank, torch.cat([chosen, drawn.at[lucky]])), explored.view(rank.shape)
+
+
+def stochastic(score: Tensor, noise: Tensor, parent: Tensor) -> Tensor:
+    """V37 (Kool et al. 1903.06059): each child's Gumbel, conditioned on the largest of a row being the parent's.
+
+    score [n, F] log-probability of the prefix, -inf = invalid · noise [n, F] standard Gumbel · parent [n, 1] its G.
+    Returns G [n, F] float32, in double precision and rounded once; a row without a valid candidate is all -inf.
+    """
+    raw = torch.where(score > -INF, torch.add(score, noise), -INF).double()
+    top = raw.amax(dim=1, keepdim=True)
+    limit = parent.double()
+    u = limit - raw + torch.log1p(-torch.exp(raw - top))
+    shifted = limit - torch.clamp(u, min=0) - torch.log1p(torch.exp(-torch.abs(u)))
+    return torch.where(raw > -INF, shifted, -INF).float()
+
+
+def diverse(rank: Tensor, field: Field, penalty: Tensor, groups: int, own: Tensor | None) -> tuple[Tensor, Tensor]:
+    """V27 (1610.02424): groups of K / groups survivors, one after the other; a code costs `penalty` for each survivor
+    of an earlier group that chose it in this step.
+
+    penalty [n, 1] float32 >= 0 · own [n] int64: each row's group; None at step 1, where groups share the root row: a
+    code that an earlier group took is not taken again, and fewer candidates than K are shared out evenly.
+    Returns ranks that put the groups one behind the other, and each candidate's group as float32.
+    """
+    requests, shared = len(field.widths), own is None
+    cut = line(rank, field, cut=True)  # one cut of K, unpenalised, serves all groups
+    code = field.code.reshape(-1)[cut.at]
+    value = rank.reshape(-1)[cut.at]
+    cost = penalty.expand(len(rank), 1).reshape(-1)[cut.row]
+    everyone = torch.ones_like(cut.at, dtype=torch.bool)
+    size = field.k.div(groups, rounding_mode="floor")
+    if shared:
+        found = torch.bincount(cut.request, minlength=requests)
+        size = torch.minimum(field.k, found).add(groups - 1).div(groups, rounding_mode="floor")
+    used = torch.zeros(requests * field.size, dtype=torch.int64, device=rank.device)
+    slot = cut.request * field.size + code
+    out = torch.full((rank.numel(),), -INF, device=rank.device)
+    group_of = torch.zeros(rank.numel(), device=rank.device)
+    for group in range(groups):
+        member = everyone if own is None else own[cut.row] == group
+        times = used[slot]
+        if shared:
+            member = member & (times == 0)
+        penalised = torch.sub(value, torch.mul(cost, times.float()))
+        at, place = _best_of(penalised, member, cut, field, size)
+        used += torch.bincount(slot[at], minlength=len(used))
+        out[cut.at[at]] = -(group * size[cut.request[at]] + place).float()
+        group_of[cut.at[at]] = float(group)
+    return out.view(rank.shape), group_of.view(rank.shape)
+
+
+def _best_of(value: Tensor, member: Tensor, cut: Line, field: Field, size: Tensor) -> tuple[Tensor, Tensor]:
+    """Places in the line of the best `size` members of each request by value, and their place among them."""
+    at = member.nonzero().squeeze(1)
+    tie = field.order[cut.row[at]] * field.size + field.code.reshape(-1)[cut.at[at]]
+    order = torch.argsort(tie)
+    order = order[torch.argsort(value[at[order]] + 0.0, descending=True, stable=True)]
+    order = order[torch.argsort(cut.request[at[order]], stable=True)]
+    at = at[order]
+    place = place_in(cut.request[at], torch.ones_like(at, dtype=torch.bool))
+    kept = place < size[cut.request[at]]
+    return at[kept], place[kept]

@@ -1,0 +1,64 @@
+"""What a deployment declares for policies to read: extra model outputs, attributes, priors, lists, request fields.
+
+A name that is not declared is an error of the policy (T002); so is one that a step does not have yet (K007).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from app.core import Contract
+from app.policies.names import Dependence
+
+Space = Literal["head", "prior", "attr", "blocked", "boosted", "user", "ctx", "item"]
+Form = Literal["number", "condition", "text"]
+
+
+class Column(NamedTuple):
+    """A named value that the catalogue or the requests of a deployment have.
+
+    space   attr, prior, blocked, boosted: of a prefix and a code · item: of an item · user, ctx: of a request
+    form    number, condition (a flag) or text (a category; `labels` are its values, in the order of their numbers)
+    first   the first step at which a prefix has it
+    fixed   whether the prefix of the row alone determines it, whatever the code
+    low, high  bounds of a number, where known
+    """
+
+    space: Space
+    name: str
+    form: Form = "number"
+    first: int = 1
+    fixed: bool = False
+    low: float = float("-inf")
+    high: float = float("inf")
+    labels: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """As an expression names it."""
+        return f"{self.space}.{self.name}"
+
+    @property
+    def dependence(self) -> Dependence:
+        """How it depends on the candidate."""
+        if self.space in ("user", "ctx"):
+            return ""
+        return "r" if self.fixed else "c"
+
+
+class Catalogue(NamedTuple):
+    """What is known of the catalogue: prefixes[t - 1] = distinct prefixes of depth t, and its columns."""
+
+    prefixes: tuple[int, ...]
+    columns: tuple[Column, ...] = ()
+
+
+Facts = Mapping[str, Column]
+"""Everything that is declared, by `space.name`."""
+
+
+def facts_of(contract: Contract, catalogue: Catalogue | None) -> Facts:
+    """The heads of the contract and the columns of the catalogue."""
+    heads = [Column("head", one.name, fixed=one.scope == "row") for one in contract.heads]
+    return {one.key: one for one in (*heads, *(catalogue.columns if catalogue else ()))}

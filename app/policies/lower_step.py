@@ -1,0 +1,161 @@
+"""A step of a checked policy -> its lowered phases."""
+
+from __future__ import annotations
+
+from app.core import StepShape
+from app.errors import Fault
+from app.policies.check_contract import conjuncts
+from app.policies.check_types import bind, bounds, constant, dependence
+from app.policies.expr import Argument, Binary, Expr, Field, Name, OneOf, Operation, show, walk
+from app.policies.expr import Compare as Comparison
+from app.policies.facts import Facts
+from app.policies.groups import group_of, keys_of
+from app.policies.lower import Scope, lower_condition, lower_number
+from app.policies.names import Dependence
+from app.policies.operators import OPERATORS
+from app.policies.plan import Normalize, StepProgram
+from app.policies.program import Limit, Parts, Select, Value, program
+from app.policies.resolve import Policy, Resolved
+
+_NORMALIZE: dict[str, Normalize] = {"full": "full", "step": "step", "valid": "valid", "none": "none"}
+_PRECUT: dict[Dependence, str] = {"": "R", "r": "R", "L": "L", "c": "E"}
+_NOISE = {"gumbel", "uniform"}
+
+
+def lower_step(
+    policy: Policy, shape: StepShape, sizes: tuple[int, ...], facts: Facts, params: tuple[str, ...]
+) -> StepProgram:
+    """One step: `trie` as a conjunct of the mask makes the trie's children the candidates."""
+    phases = policy.steps[shape.t - 1]
+    mask, score, rank, logits = (expression(phases[word]) for word in ("mask", "score", "rank", "logits"))
+    if score is None or rank is None or logits is None:
+        raise Fault("a step without score, rank or logits passed the checks")
+    children = mask is not None and "trie" in conjuncts(mask)
+    constants = {"step": float(shape.t), "vocab": float(shape.codes)}
+    scope = Scope(constants, facts, frozenset({"trie"}) if children else frozenset())
+    quota = operations(phases["quota"])
+    groups = [_given(one, "group") for one in quota]
+    select = _select(phases["select"], scope)
+    nodes = [one for one in (logits, mask, score, rank) if one is not None]
+    names = frozenset(part.name for node in nodes for part in walk(node) if isinstance(part, Name))
+    extra = frozenset().union(*(extra_in(node) for node in nodes), *(keys_of(node) for node in groups)) - {"prefix"}
+    parts = Parts(
+        step=shape.t,
+        params=params,
+        children=children,
+        logits=None if show(logits) == "logit" else lower_number(logits, scope),
+        normalize=_NORMALIZE[str(phases["normalize"].value)],
+        mask=True if mask is None else lower_condition(mask, scope),
+        keep=_with_argument(operations(phases["keep"]), scope),
+        score=lower_number(score, scope),
+        rank=None if show(rank) == "score" else lower_number(rank, scope),
+        prune=_with_argument(operations(phases["prune"]), scope),
+        caps=_limits(quota, "cap", shape.t, sizes, facts),
+        floors=_limits(quota, "floor", shape.t, sizes, facts),
+        select=select,
+        names=names,
+        extra=extra,
+    )
+    precut = _precut(rank, dependence(score, "score", policy.params, facts), policy, facts)
+    return StepProgram(
+        children=children,
+        uses=_uses(parts, groups) - ({"trie"} if children else set()),
+        normalize=parts.normalize,
+        precut="M" if precut in ("R", "L") and (parts.keep or parts.prune) else precut,
+        run=program(parts),
+        carries=select.carries,
+    )
+
+
+def _uses(parts: Parts, groups: list[Expr]) -> frozenset[str]:
+    uses = parts.extra | (parts.names & {"trie", "seen"})
+    noisy = bool(parts.names & _NOISE) or parts.select.name in ("stochastic", "explore")
+    if noisy:
+        uses |= {"seed", "prefix"}
+    if any("prefix" in keys_of(node) for node in groups):
+        uses |= {"prefix"}
+    if parts.select.carries:
+        uses |= {"carry"}
+    if parts.prune or groups or parts.select.carries:
+        uses |= {"request"}
+    return uses
+
+
+def extra_in(node: Expr) -> frozenset[str]:
+    """Columns of `extra` that an expression reads; a condition on `ctx` counts as one, by its text."""
+    found: set[str] = set()
+    for part in walk(node):
+        if isinstance(part, OneOf | Comparison) and isinstance(part.left, Field) and part.left.space == "ctx":
+            found.add(show(part))
+        elif isinstance(part, Field) and part.space not in ("param", "ctx"):
+            found.add(f"{part.space}.{part.name}")
+    return frozenset(found)
+
+
+def expression(resolved: Resolved) -> Expr | None:
+    """The expression of a phase, None where there is none."""
+    return resolved.value if isinstance(resolved.value, Expr) else None
+
+
+def operations(resolved: Resolved) -> tuple[Operation, ...]:
+    """The operators of a phase."""
+    if isinstance(resolved.value, Operation):
+        return (resolved.value,)
+    return resolved.value if isinstance(resolved.value, tuple) else ()
+
+
+def argument(operation: Operation, name: str) -> float:
+    """A constant argument, or its default."""
+    given = _bound(operation).get(name)
+    if given is not None:
+        return constant(given.value) or 0.0
+    default = next(arg.default for arg in OPERATORS[operation.op].args if arg.name == name)
+    return float(default or 0)
+
+
+def _bound(operation: Operation) -> dict[str, Argument]:
+    return bind(OPERATORS[operation.op], operation)[0]
+
+
+def _given(operation: Operation, name: str) -> Expr:
+    return _bound(operation)[name].value
+
+
+def _with_argument(given: tuple[Operation, ...], scope: Scope) -> tuple[tuple[str, Value], ...]:
+    """Operators of one argument, a number or a parameter."""
+    return tuple((one.op, lower_number(_given(one, OPERATORS[one.op].args[0].name), scope)) for one in given)
+
+
+def _limits(
+    given: tuple[Operation, ...], op: str, step: int, sizes: tuple[int, ...], facts: Facts
+) -> tuple[Limit, ...]:
+    word = "max" if op == "cap" else "min"
+    return tuple(
+        Limit(group_of(_given(one, "group"), step, sizes, facts), int(argument(one, word)))
+        for one in given
+        if one.op == op
+    )
+
+
+def _select(resolved: Resolved, scope: Scope) -> Select:
+    [operation] = operations(resolved)
+    if operation.op == "diverse":
+        penalty = lower_number(_given(operation, "penalty"), scope)
+        return Select("diverse", groups=int(argument(operation, "groups")), penalty=penalty)
+    if operation.op == "explore":
+        return Select("explore", share=argument(operation, "share"))
+    return Select(operation.op)
+
+
+def _precut(rank: Expr, score: Dependence, policy: Policy, facts: Facts) -> str:
+    """The class of the rank; a penalty by the place among siblings keeps the order of a row that follows the score."""
+    own = _PRECUT[dependence(rank, "rank", policy.params, facts, score)]
+    match rank:
+        case Binary(op="-", left=left, right=Binary(op="*", left=weight, right=Name(name="sibling"))):
+            keeps = bounds(weight, policy.params)[0] >= 0
+        case Binary(op="-", left=left, right=Name(name="sibling")):
+            keeps = True
+        case _:
+            return own
+    inner = dependence(left, "rank", policy.params, facts, score)
+    return "M" if keeps and inner in ("L",) and score == "L" else own
