@@ -1,0 +1,105 @@
+"""A Gated DeltaNet hybrid served over HTTP: policies, exclusion, batches, thin catalogues."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from safetensors.torch import load_file
+
+from tests import support
+from tests.engine import hybrid
+from tests.served.process import serving
+
+SIZES, BASES = (8, 8, 8), (10, 18, 26)
+EPS = 3e-4
+ITEMS = [{"id": f"i{n}", "sid": sid} for n, sid in enumerate(support.random_sids(SIZES, 60).tolist())]
+POLICIES = {
+    **{f"w{w}": f"widebeam: 1\nwidths: [{w}, {w}, {w}]\n" for w in (1, 8, 64)},
+    "unseen": "widebeam: 1\nsteps:\n  all:\n    mask: trie and not seen\n",
+}
+DEPLOYMENT = f"""family = "qwen3_5"
+device = "cpu"
+[sid]
+sizes = {list(SIZES)}
+token_base = {list(BASES)}
+prefix = [2]
+[limits]
+widths = [64, 64, 64]
+rows = 1024
+batch = 16
+context = 64
+[server]
+port = 0
+admin_port = 0
+admin_auth = "none"
+policy_override = true
+drain_delay_s = 0.05
+"""
+
+
+def write_root(root, items=ITEMS):
+    """A conditional checkpoint: the text model with a vision tower beside it."""
+    (root / "policies").mkdir(parents=True)
+    (root / "deployment.toml").write_text(DEPLOYMENT)
+    for name, text in {"base": support.BASE, **POLICIES}.items():
+        (root / "policies" / f"{name}.yaml").write_text(text)
+    exported = hybrid.write(root / "exported", "qwen3_5", max_position_embeddings=256)
+    config = hybrid.config("qwen3_5", max_position_embeddings=256)
+    support.write_weights(root, config, load_file(exported / "model.safetensors"))
+    support.write_vocab(root, SIZES, items)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(write_root(tmp_path_factory.mktemp("hybrid") / "root")) as running:
+        yield running.ready()
+
+
+def test_every_item_comes_once_and_a_narrow_beam_keeps_scores(server):
+    scores = dict(server.items("i1", "i2", k=60))
+    assert len(scores) == 60
+    for width in (1, 8, 64):
+        narrow = server.items("i1", "i2", k=width, policy=f"w{width}")
+        assert len(narrow) == min(width, 60)
+        assert all(abs(scores[item] - score) < EPS for item, score in narrow)
+
+
+def test_what_is_excluded_or_seen_does_not_come_and_changes_no_score(server):
+    scores = dict(server.items("i1", "i2", k=60))
+    best = sorted(scores, key=scores.__getitem__)[-3:]
+    left = dict(server.items("i1", "i2", k=60, exclude=best))
+    assert set(left) == set(scores) - set(best)
+    assert all(abs(scores[item] - score) < EPS for item, score in left.items())
+    unseen = dict(server.items("i1", "i2", k=60, policy="unseen"))
+    assert set(unseen) == set(scores) - {"i1", "i2"}
+
+
+def test_batch_mates_do_not_change_an_answer(server):
+    histories = [(), ("i1",), ("i1", "i2"), tuple(f"i{n}" for n in range(20))] * 3
+    alone = [server.items(*history, k=60) for history in histories]
+
+    async def together():
+        async with httpx.AsyncClient(base_url=server.public, timeout=60) as client:
+            bodies = [{"context": {"history": list(history)}, "k": 60} for history in histories]
+            return await asyncio.gather(*(client.post("/v1/recommend", json=body) for body in bodies))
+
+    sizes = set()
+    for _ in range(3):
+        for expected, answer in zip(alone, asyncio.run(together()), strict=True):
+            sizes.add(answer.json()["batch"]["requests"])
+            scores = {item["id"]: item["score"] for item in answer.json()["items"]}
+            assert all(abs(scores[item] - score) < EPS for item, score in expected)
+    assert max(sizes) > 1, "no batch ever formed: the test is void"
+
+
+def test_a_thinned_catalogue_leaves_scores_alone(server, tmp_path):
+    full = dict(server.items("i3", k=60, exclude=[]))
+    kept = [one for one in ITEMS if one["sid"][0] == ITEMS[17]["sid"][0] or one["id"] == "i3"]
+    kept += [one for one in ITEMS if one["sid"][0] != ITEMS[17]["sid"][0] and one["id"] != "i3"][::7]
+    with serving(write_root(tmp_path / "thin", sorted(kept, key=lambda one: one["sid"]))) as running:
+        thinned = running.ready().items("i3", k=60)
+    assert len(thinned) == len(kept)
+    assert all(abs(score - full[name]) < EPS for name, score in thinned)
