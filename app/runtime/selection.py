@@ -95,7 +95,7 @@ class Selection:
             )
             parts.append((segment, survivors))
             if scored.carry is not None:
-                carried = scored.carry[at, column].split([keep[request] for request in segment.requests])
+                carried = torch.split(scored.carry[at, column], [keep[request] for request in segment.requests])
                 self._carry.update(zip(segment.requests, carried, strict=True))
             bad_scores += scored.bad.sum()
         broken, bad_logits = self._broken(bad, state, logits.shape[1])
