@@ -125,7 +125,7 @@ def write_root(
         f'family = "qwen3"\ndevice = "cpu"\n[sid]\nsizes = {list(setting.sizes)}\n'
         f"token_base = {list(setting.token_base)}\n[limits]\nwidths = {most}\nrows = {max(widths) * batch}\n"
         f"batch = {batch}\ncontext = {setting.prompt}\n[server]\nport = 0\nadmin_port = 0\n"
-        'admin_auth = "none"\npolicy_override = true\n[log]\nlevel = "warning"\n'
+        'admin_auth = "none"\npolicy_override = true\n[log]\nlevel = "info"\n'
     )
     for width in widths:
         (root / "policies" / f"{policy_name(width)}.yaml").write_text(policy_text(setting, width))
