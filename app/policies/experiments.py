@@ -7,7 +7,7 @@ bad edit leaves what runs as it was, with its own plans, as a whole. Slots belon
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from app.policies.assign import Arm, Experiment, Holdout, Layer, Traffic, overlay
@@ -50,16 +50,19 @@ def load_traffic(
     policies: Policies,
     now: float,
     previous: Traffic | None = None,
+    last_good: Mapping[str, Source] | None = None,
 ) -> TrafficSet:
     """Read, check and bind. Never raises for what files say.
 
-    experiments: files by name · now: wall-clock seconds · previous: the traffic that runs, under the same contract.
+    experiments: files by name · now: wall-clock seconds · previous: the traffic that runs, under the same contract ·
+    last_good: texts of experiments that ran before this process, or under another contract
     """
     lines = {source.file: source.lines() for source in [traffic, *experiments.values()] if source}
     found = Findings(lambda file: lines.get(file, []))
     draft = read_traffic(traffic, found) if traffic else TrafficDraft(Span(f"policies/{FILE}", 1, 1, 2))
     checks = ExperimentChecks(policies, found, now, previous)
     draft = checks.traffic(draft, traffic.file if traffic else "")
+    checks.remember(draft, {name: one for name, one in (last_good or {}).items() if name in experiments})
     standings: dict[str, Standing] = {}
     chosen: list[Experiment] = []
     claims: list[Experiment] = []
@@ -105,17 +108,30 @@ def _assemble(
     return Traffic(default, holdout, tuple(sorted(layers, key=lambda one: one.params is not None)))
 
 
+@dataclass
 class ExperimentChecks(TrafficChecks):
-    """The findings of one load, experiment by experiment."""
+    """The findings of one load, experiment by experiment. before: what experiments were until now."""
+
+    before: dict[str, Experiment] = field(default_factory=dict)
+
+    def remember(self, draft: TrafficDraft, last_good: Mapping[str, Source]) -> None:
+        """What runs; for experiments that do not, what their last good text gives under the policies of now."""
+        self.before = dict(self.previous.experiments) if self.previous else {}
+        for name, source in last_good.items():
+            quiet = Findings(lambda _: ())
+            checks = ExperimentChecks(self.policies, quiet, self.now, None, self.void)
+            one = checks.bound(read_experiment(name, source, quiet), draft, source.file, [])
+            if one is not None:
+                self.before.setdefault(name, one)
 
     def runs(self, name: str) -> bool:
         """Whether an experiment is among those that run now."""
-        old = self.previous.experiments.get(name) if self.previous else None
+        old = self.before.get(name)
         return old is not None and old.state in RUNS
 
     def claim(self, name: str, draft: ExperimentDraft | None) -> int:
         """Who has a right to slots before whom: what runs where it was, what runs and moves, everything else."""
-        old = self.previous.experiments.get(name) if self.previous else None
+        old = self.before.get(name)
         if old is None or old.state not in RUNS:
             return 2
         return int(draft is not None and draft.slots.value != old.slots)
@@ -127,8 +143,7 @@ class ExperimentChecks(TrafficChecks):
         layers = {layer.salt.value: f"layer {name}" for name, layer in draft.layers.items()}
         if draft.holdout:
             layers[draft.holdout.salt.value] = "the holdout"
-        before = self.previous.experiments if self.previous else {}
-        salts = {one.salt: name for name, one in before.items() if name not in experiments or self.runs(name)}
+        salts = {one.salt: name for name, one in self.before.items() if name not in experiments or self.runs(name)}
         hint = "salts are never used again: write a new one"
         for name in sorted(experiments, key=lambda one: (not self.runs(one), one)):
             one = experiments[name]
@@ -159,7 +174,7 @@ class ExperimentChecks(TrafficChecks):
         arms = self.arms(one, layer, draft)
         made = self.made(one, arms)
         self.slots(one, claims)
-        old = self.previous.experiments.get(one.name) if self.previous else None
+        old = self.before.get(one.name)
         if old is not None:
             self.change(old, one, made)
         self.age(one)
@@ -184,7 +199,7 @@ class ExperimentChecks(TrafficChecks):
 
     def kept(self, name: str, draft: TrafficDraft, claims: list[Experiment]) -> Experiment | None:
         """The version that runs, where its layer is still there and its slots are free."""
-        old = self.previous.experiments.get(name) if self.previous else None
+        old = self.before.get(name)
         if old is None or old.layer not in draft.layers:
             return None
         return None if any(_meet(old.layer, old.slots, other) for other in claims) else old

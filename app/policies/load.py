@@ -201,9 +201,9 @@ def compile_folder(
 ) -> PolicySet:
     """Plans or diagnostics for every policy, and the default.
 
-    last_good: what to serve, marked stale, in place of policies with errors · cache: what earlier calls compiled ·
-    running: the traffic that runs now, of the same contract: what experiments may not change, and what they fall back
-    to · now: wall-clock unix seconds
+    last_good: what to serve, marked stale, in place of policies with errors, and of experiments (`experiments/NAME`) ·
+    cache: what earlier calls compiled · running: the traffic that runs now, of the same contract: what experiments may
+    not change, and what they fall back to · now: wall-clock unix seconds
     """
     cache = cache or Cache()
     library = cache.library(folder.sources)
@@ -224,7 +224,11 @@ def compile_folder(
         stale=[name for name, one in policies.items() if one.stale],
     )
     now = datetime.now(UTC).timestamp() if now is None else now
-    shared = load_traffic(folder.traffic, folder.experiments, known, now, running)
+    prefix = f"{EXPERIMENTS}/"
+    kept_texts = {
+        name.removeprefix(prefix): one.source for name, one in (last_good or {}).items() if name.startswith(prefix)
+    }
+    shared = load_traffic(folder.traffic, folder.experiments, known, now, running, kept_texts)
     findings = tuple(sorted((*found, *shared.findings), key=lambda one: (one.span, one.rule.code, one.message)))
     return PolicySet(policies, shared.default, findings, shared.traffic, shared.experiments)
 

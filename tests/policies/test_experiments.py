@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from app.policies.assign import Facts, assign
 from app.policies.diagnostics import Findings, Span
+from app.policies.last_good import Kept
 from app.policies.load import Folder, compile_folder, snapshot
 from app.policies.source import Scalar, Source
 from app.policies.where import compile_where
@@ -429,6 +430,30 @@ def test_an_experiment_with_a_bad_arm_goes_on_as_a_whole():
     first = load(TRAFFIC, edits, x=EXPERIMENT)
     assert first.experiments["x"].standing == "rejected"
     assert ("E002", 12, 33) in codes(first)
+
+
+def test_a_server_that_starts_over_a_bad_file_shares_users_as_its_neighbours_do():
+    """The last good text, kept on the disk, is what the others still run; what moved people while it was down is
+    refused as it is while it runs."""
+    good = {
+        "experiments/x": Kept(
+            "experiments/x", {"experiments/x": Source("policies/experiments/x.yaml", EXPERIMENT.encode())}
+        )
+    }
+    hot = load(x=EXPERIMENT).traffic
+    for text, codes_ in (
+        ("widebeam: [", ["S002"]),
+        (change(EXPERIMENT, "weight: 50", "weight: 49"), ["E001", "E008", "W101"]),
+        (change(EXPERIMENT, "slots: [0, 2000]", "slots: [0, 3000]"), ["E008", "W101"]),
+    ):
+        cold = load(x=text, last_good=good)
+        assert sorted(one.rule.code for one in cold.findings) == codes_
+        assert cold.experiments["x"].standing == "stale"
+        assert cold.traffic.id == load(x=text, running=hot).traffic.id == hot.id
+    newcomer = load(a=other("[0, 10]"), x="widebeam: [", last_good=good)
+    assert {name: one.standing for name, one in newcomer.experiments.items()} == {"a": "rejected", "x": "stale"}
+    assert load(x=change(EXPERIMENT, "feed_diversity/1", "n/2"), last_good=good).experiments["x"].standing == "live"
+    assert load(last_good=good).traffic.experiments == {}
 
 
 def test_an_old_experiment_is_reported():
