@@ -43,6 +43,9 @@ class StepInputs(NamedTuple):
     extra     columns by name: `head.x` [n] or [n, C] float32; `prior.x`, `attr.x` (numbers float32, flags bool,
               categories int64 with -1 = unknown), `blocked.x`, `boosted.x` (bool) [n, F]; `user.x` [n] float32;
               a condition on `ctx` by its text, `ctx.country in ["BR"]`, [n] bool
+
+    told  for explanations only: called after each phase with its name and who is left, [n, F] bool, or float32 ranks
+          with -inf = out
     """
 
     logits: Tensor
@@ -63,6 +66,7 @@ class StepInputs(NamedTuple):
     seed: Tensor | None = None
     carry: Tensor | None = None
     extra: Mapping[str, Tensor] = {}
+    told: Callable[[str, Tensor], None] | None = None
 
 
 class Scored(NamedTuple):

@@ -83,12 +83,14 @@ def program(parts: Parts) -> Callable[[StepInputs], Scored]:
         frame.known["logp"] = logp
         for name, argument in parts.keep:
             valid = keep.KEEP[name](logp, valid, tensor_of(argument, frame).reshape(-1, 1))
+            _tell(inputs, "keep", valid)
         frame.known["parent"] = inputs.parent[:, None]
         score = tensor_of(parts.score, frame).expand(logit.shape)
         frame.known["score"] = score
         _noise(parts, inputs, frame, valid)
         rank = score if parts.rank is None else tensor_of(parts.rank, frame).expand(logit.shape)
         scored = _finish(score, rank, valid, broken)
+        _tell(inputs, "rank", scored.rank)
         return scored if _plain(parts) else _choose(parts, inputs, frame, scored)
 
     return run
@@ -127,11 +129,22 @@ def _logits(parts: Parts, inputs: StepInputs, frame: Frame) -> tuple[Tensor, Ten
 def _valid(parts: Parts, inputs: StepInputs, frame: Frame, logit: Tensor) -> Tensor:
     """Candidates that may be selected: real, with a token, not excluded, allowed by the mask."""
     valid = inputs.legal & (logit > -INF)
+    _tell(inputs, "logits", valid)
     if inputs.excluded is not None:
         valid = valid & ~inputs.excluded
-    if isinstance(parts.mask, bool):
-        return valid if parts.mask else torch.zeros_like(valid)
-    return valid & parts.mask(frame)
+    _tell(inputs, "exclude", valid)
+    if not isinstance(parts.mask, bool):
+        valid = valid & parts.mask(frame)
+    elif not parts.mask:
+        valid = torch.zeros_like(valid)
+    _tell(inputs, "mask", valid)
+    return valid
+
+
+def _tell(inputs: StepInputs, phase: str, left: Tensor) -> None:
+    """Who is left after a phase, for whoever wants to know."""
+    if inputs.told is not None:
+        inputs.told(phase, left)
 
 
 def _norm(
@@ -190,8 +203,10 @@ def _choose(parts: Parts, inputs: StepInputs, frame: Frame, scored: Scored) -> S
         rank = carry = choose.stochastic(scored.score, drawn, parent[:, None])
     for name, argument in parts.prune:
         rank = choose.PRUNE[name](rank, field, tensor_of(argument, frame).reshape(-1, 1))
+        _tell(inputs, "prune", rank)
     if parts.caps or parts.floors:
         rank = _quota(parts, inputs, frame, rank, field)
+        _tell(inputs, "quota", rank)
     if parts.select.name == "explore":
         drawn = _drawn(parts, inputs, noise.gumbel, noise.EXPLORE)
         rank, explored = choose.explore(rank, field, drawn, parts.select.share)
@@ -201,6 +216,8 @@ def _choose(parts: Parts, inputs: StepInputs, frame: Frame, scored: Scored) -> S
         own = None if inputs.carry is None else inputs.carry.to(torch.int64)
         penalty = tensor_of(parts.select.penalty, frame).reshape(-1, 1)
         rank, carry = choose.diverse(rank, field, penalty, parts.select.groups, own)
+    if parts.select.carries:
+        _tell(inputs, "select", rank)
     return Scored(scored.score, rank, scored.bad, carry)
 
 
