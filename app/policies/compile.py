@@ -7,7 +7,7 @@ from app.errors import Fault
 from app.policies.check_contract import check_contract, widths_of
 from app.policies.check_operators import check_operators
 from app.policies.check_types import check_types
-from app.policies.diagnostics import Findings
+from app.policies.diagnostics import Findings, Span
 from app.policies.expr import Operation
 from app.policies.facts import Catalogue, facts_of
 from app.policies.final import lower_final
@@ -15,6 +15,7 @@ from app.policies.identity import params_in, plan_id, policy_id, resolved_data, 
 from app.policies.lower_step import argument, lower_step
 from app.policies.plan import Plan, Structure
 from app.policies.resolve import Library, Policy, Resolved, resolve
+from app.policies.selfcheck import self_check
 from app.policies.source import Sources
 
 """Text to plan, in passes that read top down."""
@@ -31,7 +32,19 @@ def compile_policy(
     policy, found = check_policy(name, sources, contract, catalogue)
     if found.errors or policy.abstract:
         return None, found
-    return lower(policy, contract, catalogue), found
+    plan = lower(policy, contract, catalogue)
+    prove(plan, policy, contract, catalogue, found)
+    return (None if found.errors else plan), found
+
+
+def prove(plan: Plan, policy: Policy, contract: Contract, catalogue: Catalogue | None, found: Findings) -> None:
+    """C101: a plan that differs from the oracle is refused."""
+    wrong = self_check(plan, contract.sizes, facts_of(contract, catalogue))
+    if wrong is not None:
+        place = Span(policy.file, 1, 1, 2)
+        found.add(
+            "C101", place, f"the plan differs from the reference: {wrong}", "this is a bug of Widebeam; report the file"
+        )
 
 
 def check_policy(

@@ -43,6 +43,7 @@ class Grid:
     noise     [W, F] float32 by use: "gumbel", "uniform", "explore"
     extra     columns by name, [W, F]
     labels    values of categories by column, in the order of their numbers
+    vocab     what `vocab` is, where it is not the number of columns
     """
 
     logits: Floats
@@ -62,6 +63,7 @@ class Grid:
     noise: Mapping[str, Floats] = field(default_factory=dict)
     extra: Mapping[str, npt.NDArray[np.generic]] = field(default_factory=dict)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    vocab: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def score_step(phases: Mapping[str, object], grid: Grid) -> Ranks:
 def _names(grid: Grid) -> dict[str, Value]:
     names: dict[str, Value] = {
         "step": np.float32(grid.step),
-        "vocab": np.float32(grid.logits.shape[1]),
+        "vocab": np.float32(grid.logits.shape[1] if grid.vocab is None else grid.vocab),
         "width": np.float32(grid.width),
         "trie": grid.trie,
         "seen": grid.seen,
@@ -226,6 +228,8 @@ def evaluate(text: str, names: Mapping[str, Value]) -> Value:
 
 def _value(node: ast.expr, names: Mapping[str, Value]) -> Value:  # noqa: PLR0911, PLR0912  one case a node type
     match node:
+        case ast.Compare() if (text := ast.unparse(node).replace("'", '"')) in names:
+            return names[text]  # a condition on the request's texts
         case ast.Constant(value=int() | float() as number):
             return np.float32(number)
         case ast.Name(id=name):

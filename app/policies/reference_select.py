@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.policies.reference import INF, Floats, Grid, Value, evaluate, score_step
+from app.policies.reference import INF, Floats, Grid, Ranks, Value, evaluate, score_step
 
 Place = tuple[int, int]
 
@@ -32,9 +32,9 @@ class _Line:
     args: list[ast.expr]
 
 
-def select_step(phases: Mapping[str, object], grid: Grid) -> Chosen:
-    """The survivors of one request at one step, under a step of a resolved policy."""
-    ranks = score_step(phases, grid)
+def select_step(phases: Mapping[str, object], grid: Grid, ranks: Ranks | None = None) -> Chosen:
+    """The survivors of one request at one step, under a step of a resolved policy. ranks: where known already."""
+    ranks = score_step(phases, grid) if ranks is None else ranks
     names: dict[str, Value] = {f"param.{name}": np.float32(value) for name, value in grid.params.items()}
     names["width"] = np.float32(grid.width)
     select = _line(str(phases["select"]))

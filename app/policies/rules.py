@@ -10,7 +10,7 @@ Severity = Literal["error", "warning", "note"]
 
 class Rule(NamedTuple):
     """A stable code and what it stands for. S: text and form, T: names and types, P: placement, X: inheritance,
-    K: against the contract, E: traffic and experiments, W: warnings."""
+    K: against the contract, C: against the oracle, E: traffic and experiments, W: warnings."""
 
     code: str
     severity: Severity
@@ -93,4 +93,5 @@ RULES = _table(
     ("W101", "warning", "the arms of an experiment need different structures"),
     ("W102", "warning", "an experiment older than 90 days"),
     ("W103", "warning", "people may change arms while the experiment runs"),
+    ("C101", "error", "the compiled plan and the oracle differ"),
 )

@@ -59,7 +59,11 @@ def load(folder, page, files):
     return [*(own.findings if own else ()), *loaded.findings]
 
 
-@pytest.mark.parametrize("code", sorted(RULES))
+BY_FILES = sorted(set(RULES) - {"C101"})
+"""C101 is a bug of ours, which no file can show; test_selfcheck plants some."""
+
+
+@pytest.mark.parametrize("code", BY_FILES)
 def test_the_bad_file_of_a_page_gets_exactly_the_text_of_the_page(code, tmp_path):
     bad, _ = page(code)
     findings = load(tmp_path, bad, FILE.findall(bad))
@@ -67,7 +71,7 @@ def test_the_bad_file_of_a_page_gets_exactly_the_text_of_the_page(code, tmp_path
     assert {one.rule.code for one in findings} == {code}
 
 
-@pytest.mark.parametrize("code", sorted(RULES))
+@pytest.mark.parametrize("code", BY_FILES)
 def test_the_good_file_of_a_page_has_no_findings(code, tmp_path):
     bad, good = page(code)
     files = FILE.findall(bad)
