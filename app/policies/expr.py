@@ -422,7 +422,9 @@ class _Reader:
 
 def number_text(value: float) -> str:
     """The shortest decimal that reads back as the same number."""
-    return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
+    if value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    return re.sub(r"e\+?(-?)0*", r"e\1", repr(value))  # 1e-06 is 1e-6
 
 
 _LEVEL = {"or": 1, "and": 2, "+": 5, "-": 5, "*": 6, "/": 6, "**": 8}
