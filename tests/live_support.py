@@ -7,11 +7,12 @@ import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.cli.compose import Overrides, Service, compose
 from app.cli.serve import run
+from app.runtime.live import Live
 from tests.api.support import Reply, ask, get, until
 
 
@@ -24,6 +25,11 @@ class LiveServer:
     admin: str
     service: Service
     logged: io.BytesIO
+    made: list[Live]
+
+    @property
+    def live(self) -> Live:
+        return self.made[0]
 
     async def recommend(self, *history: str, **fields: object) -> dict:
         body = {"context": {"history": list(history)}, "k": 50, **fields}
@@ -66,13 +72,19 @@ class LiveServer:
 async def live_server(root: Path, *, ready: bool = True) -> AsyncIterator[LiveServer]:
     """A server over a root, on ports of its own; stopped and drained at the end."""
     logged, stop = io.BytesIO(), asyncio.Event()
-    service = compose(root, Overrides(device="cpu"), logged, tolerant=True)
+    service, made = compose(root, Overrides(device="cpu"), logged, tolerant=True), []
+
+    def build(runtime):
+        made.append(real(runtime))
+        return made[0]
+
+    real, service = service.live, replace(service, live=build)
     addresses: asyncio.Future = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(run(service, root, addresses.set_result, stop))
     await asyncio.wait((addresses, task), return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         await task
-    server = LiveServer(root, *addresses.result(), service, logged)
+    server = LiveServer(root, *addresses.result(), service, logged, made)
     try:
         if ready:
             await server.ready()
@@ -81,7 +93,8 @@ async def live_server(root: Path, *, ready: bool = True) -> AsyncIterator[LiveSe
         stop.set()
         await task
     assert server.events("loop_died") == [], server.events("loop_died")
-    assert server.events("policy_update_failed") == []
+    for name in ("policy_update_failed", "artifact_update_failed", "takedown_update_failed"):
+        assert server.events(name) == [], server.events(name)
 
 
 __all__ = ["LiveServer", "live_server", "until"]

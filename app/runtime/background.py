@@ -1,4 +1,4 @@
-"""Work beside the requests: digests, loading, compiling, in a thread that gives way to everybody else."""
+"""Work beside the requests: digests, loading, compiling, in threads of their own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ NICE = 10
 
 
 class Background:
-    """One thread of low priority; what is handed in runs in order."""
+    """One thread; what is handed in runs in order.
 
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"widebeam-{name}", initializer=_give_way)
+    heavy  for seconds of work on tensors: the thread gives way to everybody else. Short work that holds the interpreter
+           must not: whoever waits for the interpreter would wait for the slowest thread of the machine
+    """
+
+    def __init__(self, name: str, *, heavy: bool = False) -> None:
+        prefix = f"widebeam-{name}"
+        self._pool = ThreadPoolExecutor(1, prefix, initializer=_give_way if heavy else None)
 
     async def run(self, call: Callable[[], T]) -> T:
         """Run a call in the thread; its result or its exception."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Literal, Protocol
 
 Document = dict[str, object]
 """JSON-ready data."""
+Kind = Literal["weights", "vocab", "takedowns"]
 
 
 class Control(Protocol):
@@ -29,3 +30,26 @@ class Control(Protocol):
 
         Raises InvalidRequest for the default policy and for what cannot be a name, OSError where it cannot be kept.
         """
+
+    def snapshots(self) -> Document:
+        """{"snapshots": those in memory, the active one first, "desired": what is asked for}."""
+
+    async def select(self, snapshot_id: str, cause: str) -> Document:
+        """Pin a snapshot in memory and admit on it at once; {"snapshot", "state", "pin"}. Idempotent.
+
+        Raises InvalidRequest where it is not in memory, Rejected where the policies in force cannot serve with it,
+        OSError where the pin cannot be kept.
+        """
+
+    async def ask(self, versions: dict[Kind, str], wait_s: float) -> Document:
+        """Pin versions that may have to be loaded first, and wait for what becomes of them, as `select`; state
+        "pending" where that takes longer. Raises InvalidRequest, Rejected with the gate's reason, OSError."""
+
+    def unpin(self) -> Document:
+        """Follow release.json, or the newest versions, again. Idempotent."""
+
+    def events(self, after: int) -> list[Document]:
+        """The newest events with a number above `after`, oldest first."""
+
+    def drain(self) -> Document:
+        """Refuse new requests, finish what is queued or running, stay alive. Idempotent."""

@@ -10,17 +10,27 @@ from typing import Final
 
 from app.config import Deployment
 from app.errors import InvalidRequest
+from app.runtime.artifact_updates import HEAVY, ArtifactUpdates
+from app.runtime.background import Background
 from app.runtime.exposure import with_files
 from app.runtime.kill import KillSwitch
+from app.runtime.ledger import Ledger
 from app.runtime.loader import Loaded
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
+from app.runtime.operations import Operations
 from app.runtime.policy_updates import SHOWN, PolicyUpdates
 from app.runtime.runtime import Runtime
-from app.runtime.watch import Watch
+from app.runtime.snapshot import Snapshot
+from app.runtime.survey import survey
+from app.runtime.takedown_updates import TakedownUpdates
+from app.runtime.watch import Watch, scan
+from app.vocab.manifest import Kind
 
 KILL_PERIOD_S: Final = 0.5
+RETRY_PERIOD_S: Final = 2.0
 RESTART_S: Final = 1.0
+FOLDERS: Final = (SHOWN, *HEAVY, "takedowns")
 
 
 class Live:
@@ -36,26 +46,64 @@ class Live:
         clock: Callable[[], float],
     ) -> None:
         state = root / deployment.server.state_dir
-        self._runtime, self._log = runtime, log
-        self._composing = asyncio.Lock()
-        self._watch = Watch(
-            root, (SHOWN, "weights", "vocab", "takedowns"), log, events=deployment.server.watch == "events"
-        )
-        self._policies = PolicyUpdates(root, state, runtime, self._composing, metrics, log, clock)
+        self._root, self._state, self._runtime, self._log = root, state, runtime, log
+        composing, ledger = asyncio.Lock(), Ledger(log, metrics)
+        self._ledger = ledger
+        self._watch = Watch(root, FOLDERS, log, events=deployment.server.watch == "events")
+        self._hints = {name: self._watch.hint() for name in ("start", "policies", "artifacts", "takedowns")}
         self._kill = KillSwitch(root / SHOWN, state)
+        self._policies = PolicyUpdates(root, state, runtime, composing, metrics, log, clock)
+        self._takedowns = TakedownUpdates(root, state, runtime, composing, self._compose, ledger, log)
+        self._artifacts = ArtifactUpdates(
+            root, deployment, runtime, self._policies, composing, self._compose, ledger, log
+        )
+        self._operations = Operations(state, runtime, self._artifacts, self._hints["artifacts"], ledger, log)
+        self._background = Background("start")
+
+    # ---- life ----------------------------------------------------------------------------------------------------
 
     async def run(self, load: Callable[[], Loaded]) -> None:
-        """Load, become ready, and follow the root."""
-        await self._runtime.start(load)
-        loaded = self._runtime.loaded
-        if loaded is not None and loaded.in_force is not None:
-            self._policies.start(loaded.in_force)
-        self._apply_kill(self._kill.names)
-        hint = self._watch.hint()
+        """Load, become ready, and follow the root; what is not ready tries again when something in the root changes."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._for_ever("watch", self._watch.run))
-            group.create_task(self._for_ever("policies", lambda: self._policies.run(hint)))
-            group.create_task(self._for_ever("kill", self._follow_kill))
+            await self._become_ready(load)
+            hints, follow = self._hints, self._for_ever
+            group.create_task(follow("policies", lambda: self._policies.run(hints["policies"])))
+            group.create_task(follow("artifacts", lambda: self._artifacts.run(hints["artifacts"])))
+            group.create_task(follow("takedowns", lambda: self._takedowns.run(hints["takedowns"])))
+            group.create_task(follow("kill", self._follow_kill))
+
+    async def _become_ready(self, load: Callable[[], Loaded]) -> None:
+        tried = ""
+        while True:
+            now = await self._background.run(self._fingerprint)
+            if now != tried:
+                tried = now
+                await self._runtime.start(load)
+                self._adopt()
+            if self._runtime.active is not None:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_PERIOD_S):
+                    await self._hints["start"].wait()
+            self._hints["start"].clear()
+
+    def _fingerprint(self) -> str:
+        return f"{survey(self._root, self._state).fingerprint} {scan(self._root / SHOWN)}"
+
+    def _adopt(self) -> None:
+        """Take over what a start has found and made."""
+        loaded, active = self._runtime.loaded, self._runtime.active
+        if loaded is None:
+            return
+        for artifact in loaded.artifacts:
+            self._ledger.adopt(artifact)
+        if loaded.in_force is not None:
+            self._policies.adopt(loaded.in_force)
+        if active is not None:
+            self._takedowns.adopt(active.takedowns)
+            self._artifacts.start(active)
+            self._apply_kill(self._kill.names)
 
     async def _for_ever(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
         """Start a loop again whenever a bug of ours ends it."""
@@ -70,7 +118,12 @@ class Live:
 
     def close(self) -> None:
         """End the threads."""
-        self._policies.close()
+        for part in (self._policies, self._artifacts, self._takedowns, self._background):
+            part.close()
+
+    def _compose(self, snapshot: Snapshot) -> Snapshot:
+        """What is killed and taken down now."""
+        return snapshot.having(killed=self._kill.names, takedowns=self._takedowns.takedowns)
 
     # ---- the kill switch: no compilation, no lock, no thread that others use -------------------------------------
 
@@ -112,6 +165,33 @@ class Live:
         """What a text would give as a policy of this folder; nothing is installed."""
         return await self._policies.check_text(name, text)
 
+    # ---- snapshots -----------------------------------------------------------------------------------------------
+
+    def snapshots(self) -> dict[str, object]:
+        """The snapshots in memory, and what is asked for."""
+        return self._operations.list()
+
+    async def select(self, snapshot_id: str, cause: str) -> dict[str, object]:
+        """Pin a snapshot in memory and admit on it."""
+        return await self._operations.select(snapshot_id, cause)
+
+    async def ask(self, versions: dict[Kind, str], wait_s: float) -> dict[str, object]:
+        """Pin versions, and wait a while for what becomes of them."""
+        return await self._operations.ask(versions, wait_s)
+
+    def unpin(self) -> dict[str, object]:
+        """Follow the newest versions again."""
+        return self._operations.unpin()
+
+    def events(self, after: int) -> list[dict[str, object]]:
+        """What happened, oldest first."""
+        return self._ledger.events(after)
+
+    def drain(self) -> dict[str, object]:
+        """Refuse new requests; what is queued or running finishes. The process stays."""
+        self._runtime.begin_drain()
+        return {"draining": True}
+
     # ---- status --------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, object]:
@@ -122,7 +202,16 @@ class Live:
         active, state = document.get("active"), self._policies.in_force
         if isinstance(active, dict) and state is not None:
             active["policies"] = {"generation": state.generation, "ok": state.ok}
+            active["takedowns"] = {"version": self._takedowns.takedowns.version}
         serving = document["experiments"]
         if isinstance(serving, dict) and state is not None:  # a refused edit changes no snapshot
             document["experiments"] = with_files(serving, state.policies.experiments, self._kill.names)
-        return {**document, "killed": self._kill.document(), "watch": self._watch.status()}
+        return {
+            **document,
+            "artifacts": self._ledger.documents(),
+            "snapshots": self._artifacts.documents(),
+            "desired": self._artifacts.desired(),
+            "deployment": self._artifacts.overlay(),
+            "killed": self._kill.document(),
+            "watch": self._watch.status(),
+        }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from app.runtime.survey import Survey, survey
 from app.runtime.takedowns import NOTHING, Takedowns, load_takedowns
 from app.runtime.watch import scan
 from app.vocab.artifact import load_vocab
-from app.vocab.manifest import Kind, Manifest, verify
+from app.vocab.manifest import Kind, verify
 from app.vocab.vocab import Vocab
 
 T = TypeVar("T")
@@ -119,31 +119,21 @@ class _Gate:
         if seen.problem is not None:
             raise seen.problem
         self._look(seen)
-        engines, vocabs, apart = dict[str, Engine](), dict[str, Vocab](), set[tuple[str, str]]()
+        heavy, words, apart = dict[str, Weights](), dict[str, Vocab](), set[tuple[str, str]]()
+        deployment = self._deployment
         while True:
             chosen = choose(self._usable(seen, "weights"), self._usable(seen, "vocab"), apart)
             if chosen.weights is None or chosen.vocab is None:
                 raise self._first or self._nothing(seen, chosen)
             one, other = chosen.weights, chosen.vocab
-            engine = self._load(
-                "weights", one, engines, lambda directory: read_weights(directory, self._deployment, device)
-            )
-            if engine is None:
+            weights = self._load("weights", one, heavy, lambda path: read_weights(path, deployment, device))
+            if weights is None:
                 continue
-            vocab = self._load(
-                "vocab", other, vocabs, lambda directory: load_vocab(directory, self._deployment.sid.sizes)
-            )
+            vocab = self._load("vocab", other, words, lambda path: load_vocab(path, deployment.sid.sizes))
             if vocab is None:
                 continue
             try:
-                parts = bind(
-                    self._root,
-                    self._deployment,
-                    engine,
-                    _manifest(seen, "weights", one),
-                    vocab,
-                    _manifest(seen, "vocab", other),
-                )
+                parts = bind(deployment, weights, one, vocab, other)
             except Rejected as error:
                 apart.add((one.digest, other.digest))
                 self._first = self._first or error
@@ -250,42 +240,40 @@ class Parts:
         )
 
 
-def read_weights(directory: Path, deployment: Deployment, device: torch.device) -> Engine:
+class Weights(NamedTuple):
+    """A weights version in memory. config: the model's config.json."""
+
+    engine: Engine
+    config: Mapping[str, object]
+
+
+def read_weights(directory: Path, deployment: Deployment, device: torch.device) -> Weights:
     """A weights version as the overlay wants it. Raises Rejected."""
     kind, precision = family(deployment.family), deployment.precision
-    return load_weights(directory, kind, deployment.sid, deployment.limits, precision=precision, device=device)
-
-
-def bind(
-    root: Path, deployment: Deployment, engine: Engine, weights: Manifest, vocab: Vocab, vocab_manifest: Manifest
-) -> Parts:
-    """Check weights and vocab against each other and make their contract. Raises Rejected."""
-    agree(engine, weights, vocab, vocab_manifest)
-    config = read_json(root / "weights" / weights.version / "config.json")
+    config = read_json(directory / "config.json")
     if not isinstance(config, dict):
         raise Rejected("bad_json", "is no JSON object", location="config.json")
+    engine = load_weights(directory, kind, deployment.sid, deployment.limits, precision=precision, device=device)
+    return Weights(engine, config)
+
+
+def bind(deployment: Deployment, weights: Weights, weights_option: Option, vocab: Vocab, vocab_option: Option) -> Parts:
+    """Check weights and vocab against each other and make their contract. Raises Rejected."""
+    engine = weights.engine
+    _check_tokens(engine, vocab, f"vocab/{vocab_option.version}")
     since = now_iso()
     return Parts(
-        contract=make_contract(engine, config, deployment, _name(engine.dtype)),
+        contract=make_contract(engine, weights.config, deployment, _name(engine.dtype)),
         engine=engine,
-        weights=ArtifactRef(weights.version, weights.digest, since),
+        weights=ArtifactRef(weights_option.version, weights_option.digest, since),
         vocab=vocab,
-        vocab_ref=ArtifactRef(vocab_manifest.version, vocab_manifest.digest, since),
+        vocab_ref=ArtifactRef(vocab_option.version, vocab_option.digest, since),
         trie=DeviceTrie.of(vocab, engine.device),
     )
 
 
-def _manifest(seen: Survey, kind: Kind, option: Option) -> Manifest:
-    return next(one.manifest for one in seen.candidates[kind] if one.manifest and one.manifest.digest == option.digest)
-
-
-def agree(engine: Engine, weights: Manifest, vocab: Vocab, vocab_manifest: Manifest) -> None:
-    """Raise Rejected unless weights and vocab fit each other: what manifests require, a token for every code in use."""
-    for one, kind, other in ((weights, "vocab", vocab_manifest), (vocab_manifest, "weights", weights)):
-        wanted = {name: versions for name, versions in one.requires.items() if name == kind}.get(other.kind)
-        if wanted is not None and other.version not in wanted and other.digest not in wanted:
-            message = f"requires {kind} {', '.join(wanted)}; {other.version} is loaded"
-            raise Rejected("requires", message, location=f"{one.kind}/{one.version}/MANIFEST.json")
+def _check_tokens(engine: Engine, vocab: Vocab, location: str) -> None:
+    """Raise Rejected unless the model has a token for every code that an item uses."""
     for step, missing in enumerate(engine.missing_tokens()):
         unwritable = np.isin(vocab.codes[:, step], np.array(missing, np.int64))
         if unwritable.any():
@@ -294,4 +282,4 @@ def agree(engine: Engine, weights: Manifest, vocab: Vocab, vocab_manifest: Manif
             message = (
                 f"step {step + 1}, code {code}: the model has no token for it, and item {vocab.id(item)!r} uses it"
             )
-            raise Rejected("token_missing", message, location=f"vocab/{vocab_manifest.version}")
+            raise Rejected("token_missing", message, location=location)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from app.core import Contract
 from app.errors import NotReady
 from app.policies import load
 from app.policies.cache import Cache
@@ -96,16 +95,17 @@ class PolicyUpdates:
                 await self._install(active, await self._renewed(active, folder, listing))
         return True
 
-    def start(self, state: InForce) -> None:
-        """What the first snapshot was made with."""
+    def adopt(self, state: InForce) -> None:
+        """What the active snapshot was made with, where somebody else made it."""
         self._remember(state)
 
-    async def for_contract(self, contract: Contract, prefixes: tuple[int, ...]) -> InForce:
-        """The folder in force, compiled for another contract or catalogue. `composing` is held by the caller."""
-        state = self._started()
-        return await self._background.run(
-            lambda: renew(state, state.disk, state.listing, compiler(contract, prefixes, self._cache), self._clock())
-        )
+    async def compiled_for(self, snapshot: Snapshot) -> InForce:
+        """The folder as it is in force, compiled for the contract and the catalogue of another snapshot."""
+        state, active = self._started(), self._runtime.active
+        same = active is not None and active.contract.id == snapshot.contract.id
+        running = state.policies.traffic if same else None
+        compile_ = compiler(snapshot.contract, snapshot.trie.prefixes, self._cache, running)
+        return await self._background.run(lambda: renew(state, state.disk, state.listing, compile_, self._clock()))
 
     async def check_text(self, name: str, text: str) -> dict[str, object]:
         """What a policy's text would give in this folder: nothing is installed."""
@@ -175,6 +175,11 @@ class PolicyUpdates:
         if self.in_force is None:
             raise NotReady("no policies have been read yet")
         return self.in_force
+
+    @property
+    def generation(self) -> int:
+        """How often the policies in force have changed; 0 = none have been read."""
+        return self.in_force.generation if self.in_force else 0
 
     # ---- saying so ---------------------------------------------------------------------------------------------
 

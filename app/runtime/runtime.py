@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from app.config import Deployment
@@ -24,7 +25,7 @@ from app.runtime.loader import Loaded
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
 from app.runtime.recorder import Recorder, Tallies
-from app.runtime.snapshot import Pins, Snapshot
+from app.runtime.snapshot import BatchKey, Pins, Snapshot
 from app.runtime.status import Reason, utc_seconds
 from app.runtime.steps import StepLoop
 from app.runtime.thread import EngineThread
@@ -47,12 +48,17 @@ class Runtime:
         recorder: Recorder | None = None,
         wall: Callable[[], float] = utc_seconds,
     ) -> None:
-        """clock: monotonic seconds · wall: unix seconds, for ramps of experiments only"""
+        """clock: monotonic seconds · wall: unix seconds, for ramps of experiments only
+
+        `swapped` is called with every snapshot that becomes the active one; whoever follows swaps sets it.
+        """
         self._deployment, self._metrics, self._log, self._clock = deployment, metrics, log, clock
         self._admission = Admission(deployment, wall)
         self._recorder, self._wall = recorder or Tallies(metrics, log, clock), wall
         self._pins = Pins()
-        self._thread = EngineThread(StepLoop(clock, metrics, transition))
+        self.swapped: Callable[[Snapshot], None] = lambda _: None
+        self._steps = StepLoop(clock, metrics, transition)
+        self._thread = EngineThread(self._steps)
         self._cutovers = Cutovers(clock, metrics.cutover_hold_seconds.observe)
         self._batcher = Batcher(
             self._thread, deployment.limits, clock, self._answer, self._dropped, self._cutovers.formed
@@ -71,7 +77,7 @@ class Runtime:
         """Load off the loop, warm up, and become ready; or say why not and stay alive."""
         try:
             loaded = await asyncio.to_thread(load)
-            self._loaded = loaded
+            self._loaded = replace(loaded, snapshot=None)  # nothing here keeps a snapshot in memory that is not in use
             if loaded.snapshot is None:
                 self._reasons = loaded.reasons
             else:
@@ -120,6 +126,7 @@ class Runtime:
         """From now on requests are admitted on another snapshot; those that are queued or running keep theirs."""
         before = self._pins.active
         self._pins.active, self._reasons = snapshot, ()
+        self.swapped(snapshot)
         self._batcher.limits = snapshot.contract.limits
         self._cutovers.swapped(before.id if before else None, snapshot.id, cause)
         self._metrics.cutovers_total.labels(cause).inc()
@@ -132,8 +139,29 @@ class Runtime:
 
     async def _serve_alone(self, batch: Batch) -> Sequence[Served]:
         done: asyncio.Future[Sequence[Served]] = asyncio.get_running_loop().create_future()
-        self._thread.run(batch, asyncio.get_running_loop(), lambda _, served: done.set_result(served))
+
+        def resolve(_: Batch, served: Sequence[Served]) -> None:
+            if not done.done():  # whoever waited may have been cancelled
+                done.set_result(served)
+
+        self._thread.run(batch, asyncio.get_running_loop(), resolve)
         return await done
+
+    def held(self, key: BatchKey) -> int:
+        """How many requests are queued or running on these weights and this vocab."""
+        return self._pins.held_key(key)
+
+    def on_idle(self, idle: Callable[[BatchKey], None]) -> None:
+        """Call this with a batch key whenever its last request has ended."""
+        self._pins.idle = idle
+
+    def allocate(self, snapshot: Snapshot) -> None:
+        """Take the state memory of a contract before its first batch; in any thread. Raises Rejected("no_memory")."""
+        self._steps.prepare(snapshot)
+
+    def forget(self, contract_id: str) -> None:
+        """Give the state memory of a contract back that no snapshot uses any more."""
+        self._thread.forget(contract_id)
 
     def begin_drain(self) -> None:
         """See `front.Front`."""
@@ -294,7 +322,7 @@ class Runtime:
             "experiments": self._experiments(active) if active else {},
             "queue": {
                 "depth": self._batcher.depth,
-                "limit": self._deployment.limits.queue,
+                "limit": self._batcher.limits.queue,
                 "in_flight": self._batcher.running,
             },
             "history": self._cutovers.documents(),

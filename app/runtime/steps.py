@@ -89,6 +89,14 @@ class StepLoop:
     def _end(self, job: Job, result: Ranked | WidebeamError, began: float, encoded: float, rows: int) -> Served:
         return Served(job, result, began, 1e3 * (encoded - began), 1e3 * (self._clock() - encoded), rows)
 
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Allocate a contract's state memory before its first batch; any thread, once a contract."""
+        self._lane(snapshot)
+
+    def forget(self, contract_id: str) -> None:
+        """Free a contract's state memory. Engine thread only, when no batch of that contract will come any more."""
+        self._lanes.pop(contract_id, None)
+
     def _lane(self, snapshot: Snapshot) -> Transition:
         """This lane's state memory: allocated once a contract, at its first (warm-up) batch."""
         lane = self._lanes.get(snapshot.contract.id)

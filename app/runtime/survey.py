@@ -56,21 +56,26 @@ class Survey(NamedTuple):
         return digest.hexdigest()
 
 
-def survey(root: Path, state_dir: Path, known: Survey | None = None) -> Survey:
+def survey(root: Path, state_dir: Path, known: Survey | None = None, kinds: tuple[Kind, ...] = KINDS) -> Survey:
     """Look at a root. known: an earlier survey, whose manifests are not read again where nothing moved."""
     earlier = {one.found.directory: one for found in known.candidates.values() for one in found} if known else {}
-    candidates = {kind: tuple(_look(found, kind, earlier) for found in versions(root, kind)) for kind in KINDS}
+    candidates = {kind: tuple(_look(found, kind, earlier) for found in versions(root, kind)) for kind in kinds}
     ask: dict[Kind, str] = {}
     asked_by, problem = None, None
-    for file, place in reversed(places(root, state_dir)):  # the stronger one overwrites
+    for file, place in reversed(places(root, state_dir)):  # the stronger one comes last
         try:
             wanted = asked(file, place)
         except Rejected as error:
             problem = error
             continue
-        ask |= wanted
-        asked_by = place if wanted else asked_by
-    return Survey(candidates, ask, asked_by, problem, _bytes(root / DEPLOYMENT))
+        if wanted:
+            ask, asked_by, problem = {**ask, **wanted}, place, None  # what is wrong with a weaker file does not matter
+    return Survey(candidates, ask, asked_by, problem, read_overlay(root))
+
+
+def read_overlay(root: Path) -> bytes | None:
+    """The bytes of deployment.toml."""
+    return _bytes(root / DEPLOYMENT)
 
 
 def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate]) -> Candidate:

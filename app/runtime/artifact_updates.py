@@ -1,0 +1,454 @@
+"""Live weights and vocab: from a version on the disk to the snapshot that new requests are admitted on (RecoGEM 3.3).
+
+Everything slow happens beside the requests, in one thread of low priority: digests, loading, the trie, policies, the
+state memory. What becomes visible is one reference swap. Nothing drains, nothing is refused, and what is queued or
+running finishes on what it was admitted on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from app.config import Deployment
+from app.errors import Rejected
+from app.runtime.background import Background
+from app.runtime.desired import PIN, Ask, Chosen, Option, choose, usable
+from app.runtime.in_force import InForce
+from app.runtime.ledger import Ledger
+from app.runtime.logs import Log
+from app.runtime.overlay import Overlay, overlay
+from app.runtime.policy_updates import PolicyUpdates
+from app.runtime.preparing import Preparation, Refused, Want
+from app.runtime.residents import Resident, Residents, adopted
+from app.runtime.runtime import Runtime
+from app.runtime.snapshot import Snapshot
+from app.runtime.states import State
+from app.runtime.status import Reason, now_iso
+from app.runtime.survey import Candidate, Survey, read_overlay, survey
+from app.vocab.manifest import Kind, verify
+
+PERIOD_S: Final = 5.0
+IN_MEMORY: Final = frozenset({State.ACTIVE, State.READY, State.DRAINING})
+HEAVY: Final[tuple[Kind, ...]] = ("weights", "vocab")
+
+
+class ArtifactUpdates:
+    """Follows the versions of a root. Event loop only.
+
+    compose  puts what else belongs to a snapshot into it: kills and take-downs
+    told     set, and replaced by a new one, whenever something was decided
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        deployment: Deployment,
+        runtime: Runtime,
+        policies: PolicyUpdates,
+        composing: asyncio.Lock,
+        compose: Callable[[Snapshot], Snapshot],
+        ledger: Ledger,
+        log: Log,
+    ) -> None:
+        self._root, self._state_dir = root, root / deployment.server.state_dir
+        self._deployment, self._began = deployment, read_overlay(root)
+        self._runtime, self._policies, self._composing, self._compose = runtime, policies, composing, compose
+        self._ledger, self._log = ledger, log
+        self._background = Background("artifacts", heavy=True)
+        self._survey: Survey | None = None
+        self._settled = ("", 0)
+        self._refused: dict[tuple[Kind, str], str] = {}
+        self._apart: dict[tuple[str, str], bool] = {}
+        self._overlay = Overlay(deployment)
+        self._burials: set[asyncio.Future[None]] = set()
+        self.residents = Residents(self._retire)
+        self.told = asyncio.Event()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._background.close()
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Take over what the runtime has started with."""
+        weights = Option(snapshot.weights.version, snapshot.weights.digest, {})
+        vocab = Option(snapshot.vocab_ref.version, snapshot.vocab_ref.digest, {})
+        self.residents.put(adopted(snapshot, weights, vocab, self._deployment))
+        self._runtime.on_idle(self.residents.idle)
+        self._runtime.swapped = self.residents.name
+
+    # ---- following the disk ------------------------------------------------------------------------------------
+
+    async def run(self, hint: asyncio.Event) -> None:
+        """Look after every hint, and every five seconds whatever hints say. A bug of ours is logged, and it goes on."""
+        while True:
+            try:
+                await self.check()
+            except Exception as error:  # noqa: BLE001  the loop that repairs things must not end
+                self._log.error("artifact_update_failed", exc_info=error)
+            self._tell()
+            try:
+                async with asyncio.timeout(PERIOD_S * random.uniform(0.8, 1.0)):  # noqa: S311  not all replicas at once
+                    await hint.wait()
+            except TimeoutError:
+                pass
+            hint.clear()
+
+    async def check(self) -> None:
+        """Bring what serves up to what the disk asks for."""
+        while True:
+            seen = await self._background.run(lambda: survey(self._root, self._state_dir, self._survey, HEAVY))
+            await self._look(seen)
+            generation = self._policies.generation
+            if generation != self._settled[1]:  # what did not go with the policies may go with them now
+                self._apart = {pair: why for pair, why in self._apart.items() if not why}
+            if self._settled == (seen.fingerprint, generation):
+                return
+            if not await self._pursue(seen):
+                self._settled = (seen.fingerprint, generation)
+                return
+            self._tell()
+
+    async def _pursue(self, seen: Survey) -> bool:
+        """One step towards what is wanted; False where there is nothing left to do for this survey."""
+        want = self._wanted(seen, seen.ask)
+        if want is not None and not self._serves(want):
+            resident = self.resident(want) or await self._prepare(want)
+            if resident is not None and await self._still(want, seen):
+                await self._try(want, resident, "release" if seen.ask else "newest")
+            return True
+        ahead = self._wanted(seen, {}) if seen.asked_by == f"state/{PIN}" else None
+        if ahead is not None and self.resident(ahead) is None:  # it waits, ready, for the pin to go
+            await self._prepare(ahead)
+            return True
+        return False
+
+    async def _still(self, want: Want, seen: Survey) -> bool:
+        """Whether nobody has asked for something else while a set was being prepared."""
+        now = await self._background.run(lambda: survey(self._root, self._state_dir, seen, HEAVY))
+        return now.ask == seen.ask or self._wanted(now, now.ask) == want
+
+    async def _try(self, want: Want, resident: Resident, cause: str) -> None:
+        try:
+            await self.promote(resident, cause)
+        except Rejected as error:
+            self._set_apart(want, error)
+
+    def _wanted(self, seen: Survey, ask: Ask) -> Want | None:
+        """The set that should serve, of what can be used now; None where nothing that is asked for can."""
+        if seen.problem is not None:
+            return None
+        chosen = choose(self._options(seen, "weights", ask), self._options(seen, "vocab", ask), self._apart)
+        if not ask:
+            self._note_waiting(chosen)
+        if chosen.weights is None or chosen.vocab is None:
+            return None
+        return Want(chosen.weights, chosen.vocab, self._overlay.deployment)
+
+    def _options(self, seen: Survey, kind: Kind, ask: Mapping[Kind, str]) -> tuple[Option, ...]:
+        """Usable versions of a kind, newest first. What is in memory counts although its files may be gone or bad."""
+        refused = {version for known, version in self._refused if known == kind}
+        found = list(usable(seen.candidates[kind], ask.get(kind), refused))
+        for resident in self.residents:
+            option = resident.weights if kind == "weights" else resident.vocab
+            if option.digest not in {one.digest for one in found} and ask.get(kind) in {None, option.version}:
+                found.append(option)
+        return tuple(found)
+
+    def _serves(self, want: Want) -> bool:
+        active = self._runtime.active
+        resident = self.residents.get(active.batch_key) if active else None
+        return resident is not None and want.met_by(resident)
+
+    def resident(self, want: Want) -> Resident | None:
+        """A set that is in memory."""
+        return next((one for one in self.residents if want.met_by(one)), None)
+
+    # ---- what the disk says, written down ------------------------------------------------------------------------
+
+    async def _look(self, seen: Survey) -> None:
+        """Bring ledger, overlay and refusals up to a survey."""
+        known, self._survey = self._survey, seen
+        if known is None or known.deployment != seen.deployment:
+            self._look_at_overlay(seen)
+        for kind in HEAVY:
+            there = {one.version: one for one in seen.candidates[kind]}
+            before = {one.version: one for one in known.candidates[kind]} if known else {}
+            for version, one in there.items():
+                if version not in before or before[version].fingerprint != one.fingerprint:
+                    await self._look_at(kind, one, first=known is None)
+            for version in set(self._ledger.versions(kind)) - set(there):
+                self._refused.pop((kind, version), None)
+                if self._ledger.state(kind, version) not in IN_MEMORY:
+                    self._ledger.forget(kind, version)
+
+    def _look_at_overlay(self, seen: Survey) -> None:
+        before, self._overlay = self._overlay, overlay(seen.deployment, self._began, self._deployment)
+        if self._overlay.deployment != before.deployment:
+            self._refused.clear()  # another contract: what did not fit may fit now
+            self._apart.clear()
+        if self._overlay != before:
+            self._ledger.note("deployment", **self._overlay.document())
+            self._log.info("deployment", **self._overlay.document())
+
+    async def _look_at(self, kind: Kind, one: Candidate, *, first: bool) -> None:
+        """A version is new, or its files have changed. first: nothing was known before but what the start has seen."""
+        state = self._ledger.state(kind, one.version)
+        if state in IN_MEMORY and state is not None:
+            if not first:
+                await self._look_at_served(kind, one, state)
+            self._learn_requires(kind, one)
+            return
+        if first and state is State.REJECTED:
+            self._refused[kind, one.version] = one.fingerprint
+        if self._refused.get((kind, one.version)) == one.fingerprint:
+            return
+        self._refused.pop((kind, one.version), None)
+        self._ledger.move(kind, one.version, State.DISCOVERED)
+        if one.problem is not None:
+            self._refuse(kind, one.version, one.problem)
+        elif one.manifest is None:
+            self._ledger.move(kind, one.version, State.INCOMPLETE)
+
+    async def _look_at_served(self, kind: Kind, one: Candidate, state: State) -> None:
+        """The files of a version in memory have changed. What serves is the process's own copy and goes on."""
+        problem = one.problem
+        if problem is None and one.manifest is not None:
+            problem = await self._background.run(lambda: _problem(one, kind))
+        reason = None
+        if problem is not None or one.manifest is None:
+            what = str(problem) if problem is not None else "the manifest is gone"
+            reason = Reason(
+                "changed_on_disk", f"what is in memory serves on; on the disk: {what}", f"{kind}/{one.version}"
+            )
+            self._refused[kind, one.version] = one.fingerprint
+        else:
+            self._refused.pop((kind, one.version), None)
+        self._ledger.move(kind, one.version, state, reason=reason)
+
+    def _learn_requires(self, kind: Kind, one: Candidate) -> None:
+        """What a version in memory requires, as its manifest says."""
+        if one.manifest is None:
+            return
+        option = Option.of(one.manifest)
+        for resident in self.residents:
+            mine = resident.weights if kind == "weights" else resident.vocab
+            if mine.digest == option.digest and mine != option:
+                changed = replace(resident, weights=option) if kind == "weights" else replace(resident, vocab=option)
+                self.residents.update(changed)
+
+    def _note_waiting(self, chosen: Chosen) -> None:
+        for (kind, version), why in chosen.waiting.items():
+            if self._ledger.state(kind, version) in {State.DISCOVERED, State.WAITING}:
+                self._ledger.move(kind, version, State.WAITING, reason=Reason("requires", why))
+
+    def _refuse(self, kind: Kind, version: str, error: Rejected) -> None:
+        """A version is bad until its files change."""
+        seen = self._survey
+        found = next((one for one in seen.candidates[kind] if one.version == version), None) if seen else None
+        self._refused[kind, version] = found.fingerprint if found else ""
+        state = self._ledger.state(kind, version)
+        if state is not None and state in IN_MEMORY:  # published again under the same name; the copy in memory is good
+            self._ledger.move(kind, version, state, reason=Reason(error.code, error.message, f"{kind}/{version}"))
+        else:
+            self._ledger.reject(kind, version, error)
+
+    def _set_apart(self, want: Want, error: Rejected) -> None:
+        """A set does not work together. An edited overlay is blamed where all else serves already, or new versions."""
+        if self._is_about_overlay(want):
+            self._overlay = Overlay(self._serving_deployment(), self._overlay.restart, error)
+            self._ledger.note("deployment", **self._overlay.document())
+            self._log.error("deployment_rejected", code=error.code, message=error.message, location=error.location)
+            return
+        self._apart[want.weights.digest, want.vocab.digest] = error.code == "no_default_policy"
+        for kind, one in want.options:
+            if self._ledger.state(kind, one.version) not in IN_MEMORY:
+                self._ledger.reject(kind, one.version, error)
+
+    def _serving_deployment(self) -> Deployment:
+        active = self._runtime.active
+        serving = self.residents.get(active.batch_key) if active else None
+        return serving.deployment if serving else self._deployment
+
+    def _is_about_overlay(self, want: Want) -> bool:
+        """Whether a set differs from the one that serves by its overlay alone."""
+        active = self._runtime.active
+        return (
+            active is not None
+            and self._serving_deployment() != want.deployment
+            and ((active.weights.digest, active.vocab_ref.digest) == (want.weights.digest, want.vocab.digest))
+        )
+
+    # ---- preparing and cutting over --------------------------------------------------------------------------------
+
+    async def _prepare(self, want: Want) -> Resident | None:
+        """Everything up to `ready`, beside the requests; None where something was refused and written down."""
+        active = self._runtime.active
+        assert active is not None, "updates begin when something serves"
+        preparation = Preparation(self._root, active.engine.device, self._background, self._moved)
+        try:
+            parts = await preparation.parts(want, self.residents)
+            snapshot, state = await self._composed(parts.snapshot(active.policies))
+            await self._background.run(lambda: self._runtime.allocate(snapshot))
+            for kind, option in want.options:
+                self._moved(kind, option, State.WARMING)
+            warmed = await self._warmed(snapshot, state, frozenset())
+        except Refused as error:
+            if error.error.code == "no_memory" and self._make_room():
+                return None  # and once more
+            if self._is_about_overlay(want):
+                self._set_apart(want, error.error)
+            else:
+                self._refuse(error.kind, error.version, error.error)
+            return None
+        except Rejected as error:
+            self._set_apart(want, error)
+            return None
+        resident = Resident(snapshot, want.weights, want.vocab, want.deployment, warmed, now_iso())
+        self.residents.put(resident)
+        self._mark()
+        return resident
+
+    async def promote(self, resident: Resident, cause: str) -> Snapshot:
+        """Admit new requests on a resident. Raises Rejected where the policies in force cannot serve with it."""
+        async with self._composing:
+            active = self._runtime.active
+            if active is not None and active.batch_key == resident.key:
+                return active
+            snapshot, state = await self._composed(resident.snapshot)
+            warmed = await self._warmed(snapshot, state, resident.warmed)
+            snapshot = self._compose(snapshot)  # somebody may have been killed meanwhile
+            self._runtime.swap(snapshot, cause)
+            self._policies.adopt(state)
+            self.residents.put(replace(resident, snapshot=snapshot, warmed=warmed | resident.warmed))
+            self._ledger.note("cutover", snapshot=snapshot.id, before=active.id if active else None, cause=cause)
+        self._mark()
+        self._trim()
+        return snapshot
+
+    async def _composed(self, snapshot: Snapshot) -> tuple[Snapshot, InForce]:
+        """A snapshot with the policies in force, compiled for it. Raises Rejected where the default cannot serve."""
+        state = await self._policies.compiled_for(snapshot)
+        if state.policies.plan(state.policies.default) is None:
+            message = f"the default policy `{state.policies.default}` cannot serve with it"
+            raise Rejected("no_default_policy", message, location="policies/")
+        return self._compose(snapshot.having(policies=state.policies)), state
+
+    async def _warmed(self, snapshot: Snapshot, state: InForce, known: frozenset[str]) -> frozenset[str]:
+        """Serve a made-up request under every structure that was not tried on this snapshot. Raises Rejected."""
+        plans = tuple(plan for plan in state.policies.plans() if plan.structure.id not in known)
+        failed = await self._runtime.warm(snapshot, plans, alone=True)
+        if failed:
+            raise Rejected("canary_failed", next(iter(failed.values())))
+        return frozenset(plan.structure.id for plan in plans)
+
+    # ---- what is in memory -----------------------------------------------------------------------------------------
+
+    def _moved(self, kind: Kind, option: Option, state: State) -> None:
+        now = self._ledger.state(kind, option.version)
+        if now in IN_MEMORY or now == state:
+            return
+        if now in {State.RETIRED, State.REJECTED}:
+            self._ledger.move(kind, option.version, State.DISCOVERED)
+        self._ledger.move(kind, option.version, state, digest=option.digest)
+
+    def _mark(self) -> None:
+        """Give every version the state that the snapshots in memory give it."""
+        active = self._runtime.active
+        uses = self.residents.uses(active.batch_key) if active else {}
+        for (kind, version), (state, digest) in uses.items():
+            now = self._ledger.state(kind, version)
+            if now in {State.RETIRED, State.REJECTED}:
+                self._ledger.move(kind, version, State.DISCOVERED)
+            if now in {State.DISCOVERED, State.WAITING, State.RETIRED, State.REJECTED, None}:
+                self._ledger.move(kind, version, State.VALIDATING)
+            if state is not State.READY and self._ledger.state(kind, version) not in IN_MEMORY:
+                self._ledger.move(kind, version, State.READY)
+            reason = self._ledger.reason(kind, version) if now in IN_MEMORY else None
+            self._ledger.move(kind, version, state, digest=digest, reason=reason)
+        for kind in HEAVY:
+            for version in self._ledger.versions(kind):
+                now = self._ledger.state(kind, version)
+                if (kind, version) not in uses and now in IN_MEMORY:
+                    if now is State.ACTIVE:
+                        self._ledger.move(kind, version, State.DRAINING)
+                    self._ledger.move(kind, version, State.RETIRED)
+
+    def _trim(self) -> None:
+        active = self._runtime.active
+        if active is not None:
+            self._keep(active.contract.limits.rollback)
+
+    def _make_room(self) -> bool:
+        """Give up what is kept for rollbacks; whether there was anything."""
+        return self._keep(0)
+
+    def _keep(self, others: int) -> bool:
+        active = self._runtime.active
+        leaving = self.residents.trim(active.batch_key, others) if active else ()
+        self._mark()
+        for key in leaving:
+            if not self._runtime.held(key):
+                self.residents.idle(key)
+        return bool(leaving)
+
+    def _retire(self, resident: Resident) -> None:
+        """Nobody holds a set any more: its memory goes back, in the background, since freeing takes time, too."""
+        self._mark()
+        contract = resident.snapshot.contract.id
+        if contract not in self.residents.contracts():
+            self._runtime.forget(contract)
+        self._ledger.note("retired", snapshot=resident.snapshot.id)
+        burial = asyncio.ensure_future(self._background.run([resident].clear))
+        self._burials.add(burial)
+        burial.add_done_callback(self._burials.discard)
+
+    def _tell(self) -> None:
+        told, self.told = self.told, asyncio.Event()
+        told.set()
+
+    # ---- saying so -------------------------------------------------------------------------------------------------
+
+    def documents(self) -> list[dict[str, object]]:
+        """The snapshots in memory, the active one first."""
+        active = self._runtime.active
+        return self.residents.documents(active, self._runtime.held) if active else []
+
+    def desired(self) -> dict[str, object]:
+        """What is asked for, by whom, and why that cannot be followed, if it cannot."""
+        seen = self._survey
+        if seen is None:
+            return {}
+        shown: dict[str, object] = {"asked": dict(seen.ask), "by": seen.asked_by}
+        problem = seen.problem or (None if self._wanted(seen, seen.ask) else self._unmet(seen))
+        if problem is not None:
+            shown["problem"] = {"code": problem.code, "message": problem.message, "location": problem.location}
+        return shown
+
+    def _unmet(self, seen: Survey) -> Rejected:
+        """Why the versions that are asked for cannot serve."""
+        for kind, version in seen.ask.items():
+            if kind not in HEAVY:
+                continue
+            reason = self._ledger.reason(kind, version)
+            if reason is not None:
+                return Rejected(reason.code, reason.message, location=reason.location)
+            if self._ledger.state(kind, version) is None:
+                return Rejected("no_such_version", f"{kind} {version!r} is not there", location=seen.asked_by)
+        return Rejected("requires", "the versions that are asked for do not go together", location=seen.asked_by)
+
+    def overlay(self) -> dict[str, object]:
+        """What became of the last edit of deployment.toml."""
+        return self._overlay.document()
+
+
+def _problem(one: Candidate, kind: Kind) -> Rejected | None:
+    try:
+        verify(one.found.directory, kind)
+    except Rejected as error:
+        return error
+    return None

@@ -1,0 +1,118 @@
+"""What an operator may do to the snapshots of a running server. Everything is idempotent and takes ids, never paths."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from app.errors import InvalidRequest, Rejected
+from app.runtime import state_dir
+from app.runtime.artifact_updates import ArtifactUpdates
+from app.runtime.ledger import Ledger
+from app.runtime.logs import Log
+from app.runtime.residents import Resident
+from app.runtime.runtime import Runtime
+from app.runtime.states import State
+from app.vocab.manifest import Kind, is_version
+
+Document = dict[str, object]
+MAX_WAIT_S: Final = 600.0
+
+
+class Operations:
+    """Promote, rollback, pin, unpin. A decision is a pin on the disk first, and a swap after it; so it outlives the
+    server, and what watches the disk works towards the same end."""
+
+    def __init__(
+        self, state: Path, runtime: Runtime, artifacts: ArtifactUpdates, hint: asyncio.Event, ledger: Ledger, log: Log
+    ) -> None:
+        self._pin_file = state / state_dir.PIN
+        self._runtime, self._artifacts, self._hint = runtime, artifacts, hint
+        self._ledger, self._log = ledger, log
+
+    def list(self) -> Document:
+        """The snapshots in memory, and what is asked for."""
+        return {"snapshots": self._artifacts.documents(), "desired": self._artifacts.desired()}
+
+    async def select(self, snapshot_id: str, cause: str) -> Document:
+        """Pin a snapshot in memory and admit on it: an instant promotion or rollback.
+
+        Raises InvalidRequest where it is not in memory, Rejected where the policies cannot serve with it.
+        """
+        resident = self._named(snapshot_id)
+        snapshot = await self._artifacts.promote(resident, cause)
+        self._write_pin({"weights": resident.weights.version, "vocab": resident.vocab.version}, cause)
+        return {"snapshot": snapshot.id, "state": "active", "pin": self._pin()}
+
+    async def ask(self, versions: dict[Kind, str], wait_s: float) -> Document:
+        """Pin versions that may have to be loaded first, and wait a while for what becomes of them.
+
+        Raises InvalidRequest for what cannot be a version or is not there, Rejected with the gate's reason.
+        """
+        for kind, version in versions.items():
+            if not is_version(version):
+                raise InvalidRequest(f"{version[:128]!r} cannot be a version", path=f"$.{kind}")
+            self._check(kind, version)
+        self._write_pin(versions, "promote")
+        end = asyncio.get_running_loop().time() + min(wait_s, MAX_WAIT_S)
+        while not self._serves(versions):
+            told, left = self._artifacts.told, end - asyncio.get_running_loop().time()
+            if left <= 0:
+                return {"state": "pending", "pin": self._pin()}
+            try:
+                async with asyncio.timeout(left):
+                    await told.wait()
+            except TimeoutError:
+                continue
+            for kind, version in versions.items():
+                self._check(kind, version)
+        active = self._runtime.active
+        return {"snapshot": active.id if active else None, "state": "active", "pin": self._pin()}
+
+    def unpin(self) -> Document:
+        """Follow release.json, or the newest versions, again."""
+        if self._pin_file.exists():
+            self._pin_file.unlink(missing_ok=True)
+            self._note("unpin", {})
+        return {"pin": None}
+
+    def _named(self, snapshot_id: str) -> Resident:
+        resident = self._artifacts.residents.named(snapshot_id)
+        if resident is None:
+            raise InvalidRequest(f"no snapshot {snapshot_id[:64]!r} is in memory", path="$.snapshot")
+        return resident
+
+    def _check(self, kind: Kind, version: str) -> None:
+        """Raise what is known to be wrong with a version; the same each time."""
+        state, reason = self._ledger.state(kind, version), self._ledger.reason(kind, version)
+        if state is None:
+            raise InvalidRequest(f"{kind} {version!r} is not there", path=f"$.{kind}")
+        if state is State.REJECTED and reason is not None:
+            raise Rejected(reason.code, reason.message, location=reason.location)
+
+    def _serves(self, versions: dict[Kind, str]) -> bool:
+        active = self._runtime.active
+        if active is None:
+            return False
+        mine = {"weights": active.weights.version, "vocab": active.vocab_ref.version}
+        return all(mine[kind] == version for kind, version in versions.items())
+
+    def _write_pin(self, versions: dict[Kind, str], cause: str) -> None:
+        if self._pin() != versions:
+            state_dir.write(self._pin_file, msgspec.json.encode(versions) + b"\n")
+            self._note(cause, versions)
+
+    def _pin(self) -> object:
+        data = state_dir.read(self._pin_file)
+        try:
+            return msgspec.json.decode(data) if data else None
+        except msgspec.DecodeError:
+            return None
+
+    def _note(self, cause: str, versions: dict[Kind, str]) -> None:
+        self._ledger.note("pin", cause=cause, versions=dict(versions))
+        self._log.info("pin", cause=cause, versions=dict(versions))
+        self._hint.set()

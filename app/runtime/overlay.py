@@ -1,0 +1,68 @@
+"""An edited deployment.toml: what of it can change while the server runs, and what needs a restart."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import msgspec
+
+from app.config import Deployment, parse
+from app.errors import BadDeployment, Rejected
+
+LIVE: Final = ("limits", "precision")
+"""Parts of the overlay that make a new contract, which is prepared and cut over to like new weights."""
+
+
+class Overlay(NamedTuple):
+    """deployment: what to prepare for · restart: fields whose new values count from the next start · problem: why the
+    file cannot be used; then what ran goes on."""
+
+    deployment: Deployment
+    restart: tuple[str, ...] = ()
+    problem: Rejected | None = None
+
+    def document(self) -> dict[str, object]:
+        """As the status shows it."""
+        if self.problem is not None:
+            problem = {"code": self.problem.code, "message": self.problem.message, "location": self.problem.location}
+            return {"state": "rejected", "reason": problem}
+        return {"state": "needs restart" if self.restart else "in force", "restart": list(self.restart)}
+
+
+def overlay(text: bytes | None, began: bytes | None, running: Deployment) -> Overlay:
+    """What an overlay's text asks of a server that was started with another one.
+
+    text, began: the file now and at the start, None = unreadable · running: the deployment of the start
+    """
+    if text == began:
+        return Overlay(running)
+    try:
+        new, old = _parsed(text), _parsed(began)
+    except BadDeployment as error:
+        return Overlay(running, (), Rejected(error.code, error.message, location=error.path))
+    restart = tuple(name for name in _different(new, old) if name.partition(".")[0] not in LIVE)
+    return Overlay(msgspec.structs.replace(running, limits=new.limits, precision=new.precision), restart)
+
+
+def _parsed(text: bytes | None) -> Deployment:
+    if text is None:
+        raise BadDeployment("cannot be read", file="deployment.toml")
+    try:
+        return parse(text.decode())
+    except UnicodeDecodeError as error:
+        raise BadDeployment("is not UTF-8", file="deployment.toml") from error
+
+
+def _different(new: Deployment, old: Deployment) -> list[str]:
+    """The fields whose values differ, sections field by field."""
+    found: list[str] = []
+    for name in Deployment.__struct_fields__:
+        one, other = getattr(new, name), getattr(old, name)
+        if one == other:
+            continue
+        if isinstance(one, msgspec.Struct) and isinstance(other, msgspec.Struct):
+            fields = one.__struct_fields__
+            found += [f"{name}.{field}" for field in fields if getattr(one, field) != getattr(other, field)]
+        else:
+            found.append(name)
+    return found

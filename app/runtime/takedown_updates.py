@@ -1,0 +1,120 @@
+"""Live take-downs: the newest list on the disk is in the next admission's exclude set."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from app.errors import Rejected
+from app.runtime.background import Background
+from app.runtime.ledger import Ledger
+from app.runtime.logs import Log
+from app.runtime.runtime import Runtime
+from app.runtime.snapshot import Snapshot
+from app.runtime.states import State
+from app.runtime.survey import Candidate, Survey, survey
+from app.runtime.takedowns import NOTHING, Takedowns, load_takedowns
+from app.vocab.manifest import verify, version_key
+
+PERIOD_S: Final = 2.0
+
+
+class TakedownUpdates:
+    """Follows takedowns/ in a thread of its own: nobody waits behind weights that are being loaded. Event loop only.
+
+    compose  puts what else belongs to a snapshot into it, `takedowns` among that
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        state: Path,
+        runtime: Runtime,
+        composing: asyncio.Lock,
+        compose: Callable[[Snapshot], Snapshot],
+        ledger: Ledger,
+        log: Log,
+    ) -> None:
+        self._root, self._state_dir = root, state
+        self._runtime, self._composing, self._compose = runtime, composing, compose
+        self._ledger, self._log = ledger, log
+        self._background = Background("takedowns")
+        self._survey: Survey | None = None
+        self._refused: dict[str, str] = {}
+        self.takedowns: Takedowns = NOTHING
+
+    def close(self) -> None:
+        """End the thread."""
+        self._background.close()
+
+    def adopt(self, takedowns: Takedowns) -> None:
+        """What the active snapshot was made with."""
+        self.takedowns = takedowns
+
+    async def run(self, hint: asyncio.Event) -> None:
+        """Look after every hint, and every two seconds whatever hints say. A bug of ours is logged, and it goes on."""
+        while True:
+            try:
+                await self.check()
+            except Exception as error:  # noqa: BLE001  the loop that repairs things must not end
+                self._log.error("takedown_update_failed", exc_info=error)
+            try:
+                async with asyncio.timeout(PERIOD_S):
+                    await hint.wait()
+            except TimeoutError:
+                pass
+            hint.clear()
+
+    async def check(self) -> None:
+        """Put the newest usable list in force. A list that is gone from the disk stays in force until another comes."""
+        seen = await self._background.run(lambda: survey(self._root, self._state_dir, self._survey, ("takedowns",)))
+        self._survey = seen
+        ask = seen.ask.get("takedowns")
+        for one in seen.candidates["takedowns"]:
+            if ask not in {None, one.version} or self._refused.get(one.version) == one.fingerprint:
+                continue
+            if one.manifest is None and one.problem is None:
+                self._move(one.version, State.INCOMPLETE)
+                continue
+            if one.manifest is not None and one.manifest.digest == self.takedowns.digest:
+                return
+            if ask is None and version_key(one.version) < version_key(self.takedowns.version):
+                return
+            if await self._install(one):
+                return
+
+    async def _install(self, one: Candidate) -> bool:
+        try:
+            takedowns = await self._background.run(lambda: _loaded(one))
+        except Rejected as error:
+            self._refused[one.version] = one.fingerprint
+            self._ledger.reject("takedowns", one.version, error)
+            return False
+        async with self._composing:
+            before, self.takedowns = self.takedowns, takedowns
+            active = self._runtime.active
+            if active is not None:
+                made = await self._background.run(lambda: active.having(takedowns=takedowns))
+                self._runtime.swap(self._compose(made), "takedowns")
+        for state in (State.VERIFYING, State.LOADING, State.VALIDATING, State.READY, State.ACTIVE):
+            self._move(one.version, state, takedowns.digest)
+        if before.version and before.version != one.version:
+            self._move(before.version, State.DRAINING)
+            self._move(before.version, State.RETIRED)
+        self._log.info("takedowns_live", version=one.version, items=len(takedowns.ids))
+        return True
+
+    def _move(self, version: str, state: State, digest: str | None = None) -> None:
+        known = self._ledger.state("takedowns", version)
+        if known is None or (known in {State.REJECTED, State.RETIRED, State.INCOMPLETE} and state is not known):
+            self._ledger.move("takedowns", version, State.DISCOVERED)
+        self._ledger.move("takedowns", version, state, digest=digest)
+
+
+def _loaded(one: Candidate) -> Takedowns:
+    if one.problem is not None:
+        raise one.problem
+    verify(one.found.directory, "takedowns")
+    return load_takedowns(one.found.directory)[0]

@@ -1,0 +1,396 @@
+"""Live weights, vocab, take-downs and contracts under load: every answer is the one of the versions that it names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from app.cli.compose import read_deployment
+from app.runtime.desired import Option
+from app.runtime.loader import bind, read_weights
+from app.vocab.artifact import load_vocab
+from app.vocab.manifest import read_manifest
+from app.vocab.publish import commit, draft
+from tests import support
+from tests.api.support import ask
+from tests.live_support import LiveServer, live_server
+
+SIZES = (4, 5, 6)
+HISTORIES = ("i1", "i2"), ("i7",), ("i20", "i3", "i11")
+
+
+def items(prefix):
+    """The same SIDs in every version, other ids: an answer shows which item map made it."""
+    sids = support.random_sids(SIZES, 40).tolist()
+    return [{"id": f"{prefix}{n}", "sid": sid} for n, sid in enumerate(sids)] + [
+        {"id": f"i{n}", "sid": sid} for n, sid in enumerate(sids)
+    ]
+
+
+def weights(root, version, seed, requires: Mapping[str, list[str]] | None = None, **spoil):
+    """Weights whose scores show which they are."""
+    config = support.onerec_config(SIZES)
+    tensors = {**support.onerec_weights(config, seed), **spoil}
+    with draft(root, "weights") as made:
+        made.write("config.json", [json.dumps(config).encode()])
+        made.write("model.safetensors", [support.save(tensors)])
+        commit(made, "weights", version, "tests", requires or {})
+
+
+def takedown(root, version, ids):
+    with draft(root, "takedowns") as made:
+        made.write("items.txt", ["".join(f"{one}\n" for one in ids).encode()])
+        commit(made, "takedowns", version, "tests", {})
+
+
+def world(tmp_path, **kwargs):
+    """weights/v1, vocab/v1 with ids a0.., and two policies."""
+    return support.write_root(
+        tmp_path / "root", SIZES, items("a"), {"narrow": "widebeam: 1\nwidths: [3, 3, 3]\n"}, **kwargs
+    )
+
+
+class Truth:
+    """What each set of versions must answer, computed without a server."""
+
+    def __init__(self, root):
+        self.root, self.known = root, {}
+
+    def of(self, weights_version, vocab_version, policy, history, limits=None):
+        key = weights_version, vocab_version, policy, history
+        if key not in self.known:
+            deployment = read_deployment(self.root)
+            places = [
+                (self.root / "weights" / weights_version, "weights"),
+                (self.root / "vocab" / vocab_version, "vocab"),
+            ]
+            options = [Option.of(read_manifest(place, kind)) for place, kind in places]
+            engine = read_weights(places[0][0], deployment, torch.device("cpu"))
+            parts = bind(deployment, engine, options[0], load_vocab(places[1][0], SIZES), options[1])
+            text = (self.root / "policies" / f"{policy}.yaml").read_text()
+            plans = {policy: support.plan_of(parts.contract, text, name=policy)}
+            snapshot = parts.snapshot(support.Policies(plans, policy))
+            ranked = support.run_batch([support.job_of(snapshot, deployment, history, k=10, policy=policy)])[0]
+            self.known[key] = snapshot.vocab.ids(ranked.items), ranked.scores.tolist()
+        return self.known[key]
+
+    def check(self, answer, history):
+        versions = answer["versions"]
+        ids, scores = self.of(versions["weights"], versions["vocab"], versions["policy"], history)
+        assert [item["id"] for item in answer["items"]] == ids, versions
+        assert [item["score"] for item in answer["items"]] == pytest.approx(scores, abs=1e-4), versions
+        return versions["weights"], versions["vocab"]
+
+
+class Load:
+    """Clients without pause. Every answer is checked against the truth; `seen` are the pairs as they came."""
+
+    def __init__(self, server, truth, clients=4):
+        self.server, self.truth = server, truth
+        self.going, self.seen, self.answers = True, [], 0
+        self.tasks = [asyncio.create_task(self.run(n)) for n in range(clients)]
+
+    async def run(self, n):
+        history, policy = HISTORIES[n % 3], ("base", "narrow")[n % 2]
+        while self.going:
+            answer = await self.server.recommend(*history, k=10, policy=policy)
+            pair = self.truth.check(answer, history)
+            self.answers += 1
+            if self.seen[-1:] != [pair]:
+                self.seen.append(pair)
+
+    async def end(self):
+        self.going = False
+        await asyncio.gather(*self.tasks)
+        return self.seen
+
+
+def serving(weights=None, vocab=None):
+    """Whether the active snapshot has these versions."""
+
+    def look(status):
+        active = status["active"]
+        return (weights in {None, active["weights"]["version"]}) and (vocab in {None, active["vocab"]["version"]})
+
+    return look
+
+
+def state_of(status, kind, version):
+    return next(
+        (one for one in status["artifacts"] if (one["kind"], one["version"]) == (kind, version)), {"state": None}
+    )
+
+
+async def test_weights_vocab_and_pairs_cut_over_under_load_without_a_mixed_answer(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        truth = Truth(root)
+        load = Load(server, truth)
+        weights(root, "v2", 1)
+        await server.settles(serving("v2", "v1"))
+        support.write_vocab(root, SIZES, items("b"), version="v2")
+        await server.settles(serving("v2", "v2"))
+        weights(root, "v3", 2, {"vocab": ["v3"]})
+        status = await server.settles(lambda status: state_of(status, "weights", "v3")["state"] == "waiting")
+        assert serving("v2", "v2")(status)
+        support.write_vocab(root, SIZES, items("c"), version="v3")
+        status = await server.settles(serving("v3", "v3"))
+        (root / "policies" / "narrow.yaml").touch()
+        seen = await load.end()
+        assert seen[0] == ("v1", "v1")
+        assert seen[-1] == ("v3", "v3")
+        assert set(seen) <= {("v1", "v1"), ("v2", "v1"), ("v2", "v2"), ("v3", "v3")}
+        assert load.answers > 20
+        assert status["counters"]["failed"] == status["counters"]["refused"] == 0
+        causes = [cutover["cause"] for cutover in status["history"]]
+        assert causes == ["start", "newest", "newest", "newest"]
+        assert all(cutover["hold_ms"] is not None for cutover in status["history"][1:3])
+
+
+async def test_rollback_and_promote_are_instant_pinned_and_idempotent(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        load = Load(server, Truth(root), clients=2)
+        weights(root, "v2", 1)
+        status = await server.settles(serving("v2"))
+        old, new = status["history"][0]["to"], status["active"]["snapshot"]
+        assert {one["state"] for one in status["snapshots"]} == {"active", "ready"}
+        for _ in range(2):
+            reply = await server.post(f"snapshots/{old}:rollback")
+            assert (reply.status, reply.json()["state"], reply.json()["pin"]) == (
+                200,
+                "active",
+                {"weights": "v1", "vocab": "v1"},
+            )
+            assert serving("v1")(await server.status())
+        weights(root, "v3", 2)  # pinned: it prepares, and waits
+        status = await server.settles(lambda status: state_of(status, "weights", "v3")["state"] == "ready")
+        assert serving("v1")(status)
+        assert json.loads((root / "state" / "pin.json").read_text()) == {"weights": "v1", "vocab": "v1"}
+        assert (await server.post("snapshots/nope:promote")).status == 422
+        assert (await server.post("snapshots:unpin")).json() == {"pin": None}
+        assert (await server.post("snapshots:unpin")).status == 200
+        await server.settles(serving("v3"))
+        reply = await server.post("snapshots:promote?wait=20", {"weights": "v2"})
+        assert (reply.status, reply.json()["state"]) == (200, "active"), reply.body
+        assert serving("v2")(await server.status())
+        await load.end()
+        assert new is not None
+
+
+async def test_a_pin_outlives_the_server_and_release_json_is_followed(tmp_path):
+    root = world(tmp_path)
+    weights(root, "v2", 1)
+    async with live_server(root) as server:
+        (root / "release.json").write_text('{"weights": "v1"}')
+        status = await server.settles(serving("v1"))
+        assert (status["desired"]["asked"], status["desired"]["by"]) == ({"weights": "v1"}, "release.json")
+        (root / "release.json").write_text('{"weights": "v7"}')
+        status = await server.settles(lambda status: "problem" in status["desired"])
+        assert (status["desired"]["problem"]["code"], serving("v1")(status)) == ("no_such_version", True)
+        (root / "release.json").write_text("{")
+        status = await server.settles(lambda status: status["desired"].get("problem", {}).get("code") == "bad_json")
+        assert serving("v1")(status)
+        assert (await server.post("snapshots:promote?wait=20", {"weights": "v2"})).status == 200
+    async with live_server(root, ready=False) as server:
+        await server.settles(lambda status: status["reasons"] != ["starting: artifacts are being loaded"])
+        (root / "release.json").write_text('{"weights": "v1"}')
+        await server.ready()
+        assert serving("v2")(await server.status())
+
+
+def spoiled(root, version, how):
+    """A weights version that is wrong in one way."""
+    config = support.onerec_config(SIZES)
+    good = support.onerec_weights(config, 1)
+    name = next(iter(good))
+    if how == "missing":
+        support.write_weights(root, config, {k: v for k, v in good.items() if k != name}, version)
+    elif how == "nan":
+        support.write_weights(root, config, {**good, name: good[name] * torch.nan}, version)
+    elif how == "shape":
+        support.write_weights(root, config, {**good, name: good[name][:1].clone()}, version)
+    else:
+        support.write_weights(root, config, good, version)
+        file = root / "weights" / version / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        if how == "flipped":
+            data[-1] ^= 1
+        elif how == "short":
+            data = data[: len(data) // 2]
+        file.write_bytes(bytes(data))
+
+
+BAD = {
+    "missing": "missing_tensors",
+    "nan": "not_finite",
+    "shape": "bad_shape",
+    "flipped": "file_digest",
+    "short": "file_size",
+}
+
+
+async def test_bad_versions_are_refused_with_the_same_reason_and_the_next_good_one_goes_live(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        load = Load(server, Truth(root), clients=2)
+        for number, (how, code) in enumerate(BAD.items()):
+            spoiled(root, f"v{10 + number}", how)
+            version = f"v{10 + number}"
+            status = await server.settles(
+                lambda status, v=version: state_of(status, "weights", v)["state"] == "rejected"
+            )
+            assert state_of(status, "weights", version)["reason"]["code"] == code
+            assert state_of(status, "weights", version)["reason"]["location"].startswith(f"weights/{version}/")
+            assert serving("v1")(status)
+            reasons = {(await server.post("snapshots:promote?wait=5", {"weights": version})).body for _ in range(2)}
+            assert len(reasons) == 1
+            assert json.loads(reasons.pop())["error"]["code"] == code
+        weights(root, "v20", 2)
+        await server.settles(serving("v20"))
+        await load.end()
+        rejected = [line["version"] for line in server.events("artifact_rejected")]
+        assert rejected == [f"v{10 + number}" for number in range(len(BAD))]
+
+
+async def test_a_served_version_that_is_overwritten_or_removed_serves_on_and_is_reported(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        truth = Truth(root)
+        for history in HISTORIES:
+            for policy in ("base", "narrow"):
+                truth.of("v1", "v1", policy, history)
+        load = Load(server, truth, clients=3)
+        file = root / "weights" / "v1" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:100])
+        status = await server.settles(lambda status: "reason" in state_of(status, "weights", "v1"))
+        found = state_of(status, "weights", "v1")
+        assert (found["state"], found["reason"]["code"]) == ("active", "changed_on_disk")
+        shutil.rmtree(root / "vocab" / "v1")
+        await server.settles(lambda status: serving("v1", "v1")(status) and status["ready"])
+        weights(root, "v2", 1)
+        await server.settles(serving("v2", "v1"))
+        load.going = False
+        await asyncio.gather(*load.tasks, return_exceptions=True)
+
+
+async def test_take_downs_are_live_at_the_next_admission_and_split_no_batch(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        first = [item["id"] for item in (await server.recommend("i1", k=100))["items"]]
+        takedown(root, "v1", [first[0], first[3], "never heard of"])
+        await server.settles(lambda status: status["active"]["takedowns"]["version"] == "v1")
+        answer = await server.recommend("i1", k=100)
+        left = [item["id"] for item in answer["items"]]
+        # an SID gives its next item: `a7` and `i7` are one SID
+        assert not {first[0], first[3]} & set(left)
+        excluded = [item["id"] for item in (await server.recommend("i1", k=100, exclude=[left[1]]))["items"]]
+        assert not {first[0], first[3], left[1]} & set(excluded)
+        context = await server.recommend(first[0], k=5)  # still a context
+        assert context.get("unknown") is None
+        takedown(root, "v2", [])
+        await server.settles(lambda status: status["active"]["takedowns"]["version"] == "v2")
+        assert [item["id"] for item in (await server.recommend("i1", k=100))["items"]] == first
+        (root / "takedowns" / "v3").mkdir()
+        (root / "takedowns" / "v3" / "MANIFEST.json").write_text("{")
+        status = await server.settles(lambda status: state_of(status, "takedowns", "v3")["state"] == "rejected")
+        assert status["active"]["takedowns"]["version"] == "v2"
+        assert state_of(status, "takedowns", "v1")["state"] == "retired"
+        support.write_vocab(root, SIZES, items("b"), version="v2")  # take-downs go on under a new vocab
+        takedown(root, "v4", ["b0"])
+        await server.settles(
+            lambda status: status["active"]["takedowns"]["version"] == "v4" and serving("v1", "v2")(status)
+        )
+        assert "b0" not in [item["id"] for item in (await server.recommend("i1", k=100))["items"]]
+
+
+def edit(root, old, new):
+    file = root / "deployment.toml"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+
+
+async def test_limits_and_precision_change_live_and_the_rest_needs_a_restart(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        load = Load(server, Truth(root), clients=2)
+        before = await server.status()
+        edit(root, "batch = 16", "batch = 8")
+        status = await server.settles(lambda status: status["active"]["contract"] != before["active"]["contract"])
+        assert serving("v1", "v1")(status)
+        assert status["deployment"] == {"state": "in force", "restart": []}
+        edit(root, "port = 0", "port = 1")
+        status = await server.settles(lambda status: status["deployment"]["state"] == "needs restart")
+        assert "server.port" in status["deployment"]["restart"]
+        edit(root, "batch = 8", "batch = 8\nnope = 1")
+        status = await server.settles(lambda status: status["deployment"]["state"] == "rejected")
+        assert "nope" in status["deployment"]["reason"]["message"]
+        edit(root, "\nnope = 1", "")
+        edit(root, "widths = [64, 64, 64]", "widths = [2, 2, 2]")  # `narrow` asks for 3: it cannot serve there
+        status = await server.settles(lambda status: status["policies"]["narrow"]["state"] == "rejected")
+        assert status["policies"]["narrow"]["errors"][0]["code"] == "K003"
+        load.going = False
+        await asyncio.gather(*load.tasks, return_exceptions=True)
+
+
+async def test_what_is_retired_gives_its_memory_back(tmp_path):
+    import gc
+    import weakref
+
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        runtime = server.live._runtime
+        engine = weakref.ref(runtime.active.engine)
+        contract = runtime.active.contract.id
+        edit(root, "batch = 16", "batch = 8")
+        await server.settles(lambda status: status["active"]["contract"] != contract)
+        weights(root, "v2", 1)
+        await server.settles(serving("v2"))
+        weights(root, "v3", 2)
+        status = await server.settles(serving("v3"))
+        assert state_of(status, "weights", "v1")["state"] == "retired"
+        assert [one["state"] for one in status["snapshots"]] == ["active", "ready"]  # limits.rollback is 1
+        for _ in range(200):
+            gc.collect()
+            if engine() is None and contract not in runtime._steps._lanes:
+                break
+            await asyncio.sleep(0.02)
+        assert engine() is None, gc.get_referrers(engine())
+        assert set(runtime._steps._lanes) == {status["active"]["contract"]}
+
+
+async def test_a_server_that_starts_with_nothing_or_bad_becomes_ready_without_a_touch(tmp_path):
+    root = world(tmp_path)
+    shutil.move(root / "weights" / "v1", tmp_path / "v1")
+    async with live_server(root, ready=False) as server:
+        status = await server.settles(lambda status: any(one.startswith("no_weights") for one in status["reasons"]))
+        assert status["active"] is None
+        spoiled(root, "v0", "flipped")
+        await server.settles(lambda status: any(one.startswith("file_digest") for one in status["reasons"]))
+        assert (await ask(server.public, {"context": {"history": []}, "k": 1}, path="/v1/recommend")).status == 503
+        shutil.move(tmp_path / "v1", root / "weights" / "v1")
+        await server.ready()
+        assert isinstance(server, LiveServer)
+        assert serving("v1", "v1")(await server.status())
+        weights(root, "v2", 1)
+        await server.settles(serving("v2"))
+
+
+async def test_events_tell_the_way_of_a_version(tmp_path):
+    from tests.api.support import get
+
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        weights(root, "v2", 1)
+        await server.settles(serving("v2"))
+        events = (await get(server.admin, "/admin/v1/events")).json()["events"]
+        way = [one["state"] for one in events if one["event"] == "artifact" and one.get("version") == "v2"]
+        assert way == ["discovered", "verifying", "loading", "validating", "warming", "ready", "active"]
+        last = events[-1]["number"]
+        assert (await get(server.admin, f"/admin/v1/events?after={last}")).json() == {"events": []}
+        assert (await get(server.admin, "/admin/v1/events?after=x")).status == 422
