@@ -25,7 +25,7 @@ def rotary_table(positions: int, dim: int, theta: float, factor: float = 1.0) ->
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotary positions in the half-split layout: x [N, H, D], angles [N, 2, D] from `rotary_table`."""
-    cosine, sine = torch.split(angles.to(x.dtype), 1, 1)
+    cosine, sine = angles.to(x.dtype).chunk(2, 1)
     return (x * cosine).addcmul_(x.roll(x.shape[2] // 2, 2), sine)
 
 

@@ -155,8 +155,8 @@ class Qwen(TokenModel):
         """x [N, d] -> q [N, H, D], k, v [N, Hkv, D], q and k at their positions."""
         c = self.config
         normed = layers.rms_norm(x, block.input_norm, c.eps)
-        qkv = functional.linear(normed, block.qkv, block.qkv_bias).view(len(x), -1, c.dim)
-        qk, v = torch.split(qkv, [c.heads + c.kv_heads, c.kv_heads], 1)
+        qkv = functional.linear(normed, block.qkv, block.qkv_bias).view(x.shape[0], -1, c.dim)
+        qk, v = qkv.split_with_sizes([c.heads + c.kv_heads, c.kv_heads], 1)
         if block.qk_norm is not None:
             qk = layers.rms_norm(qk, block.qk_norm.view(-1, c.dim), c.eps)
         qk = layers.rotate(qk, angles)
