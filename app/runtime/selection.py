@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -208,7 +209,7 @@ def _take(values: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _starts(counts: Sequence[int]) -> tuple[int, ...]:
-    return (0, *np.cumsum(counts).tolist())
+    return (0, *accumulate(counts))
 
 
 def _numbered(segment: _Segment, device: torch.device) -> Tensor:
