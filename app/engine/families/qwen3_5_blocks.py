@@ -144,15 +144,30 @@ class LinearBlock(Block):
             mixed, self.kernel.squeeze(1), state["conv_tail"][:count], state["conv_input"],
             request=rows.request, ancestry=rows.ancestry, first=1, compact=rows.compact,
         )  # fmt: skip
-        records = gdn.Records(state["alpha"], state["delta"], state["delta_k"])
+        into = None if step.final else step.t - 1
+        o = self._replayed(window, log_alpha, beta, rows, state, into)
+        if into is not None:
+            state["conv_input"][into, :n] = mixed
+        return self._after(x, self._mixed(o, z))
+
+    def _replayed(
+        self, window: Tensor, log_alpha: Tensor, beta: Tensor, rows: Rows, state: State, into: int | None
+    ) -> Tensor:
+        """o [N, HV, V] float32, with the records written: one kernel where it fits, else torch's operators."""
+        s_ctx, key_heads = state["s_ctx"][: rows.row_start.numel() - 1], self.config.key_heads
+        records, ancestors = gdn.Records(state["alpha"], state["delta"], state["delta_k"]), rows.ancestry.shape[1] - 1
+        if gdn.unfit(window, s_ctx, records, key_heads=key_heads, ancestors=ancestors) is None:
+            return gdn.fused_replay(
+                window, log_alpha, beta, s_ctx, records, key_heads=key_heads,
+                row_start=rows.row_start, ancestry=rows.ancestry, first=1, compact=rows.compact, into=into,
+            )  # fmt: skip
         o, record = gdn.replay(
-            *self._heads(window), log_alpha.exp_(), beta, state["s_ctx"][:count], records,
+            *self._heads(window), log_alpha.exp_(), beta, s_ctx, records,
             row_start=rows.row_start, ancestry=rows.ancestry, first=1, compact=rows.compact,
         )  # fmt: skip
-        if not step.final:
-            state["conv_input"][step.t - 1, :n] = mixed
-            records.put(step.t - 1, record)
-        return self._after(x, self._mixed(o, z))
+        if into is not None:
+            records.put(into, record)
+        return o
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [N, d] -> q, k, v before the convolution [N, channels], z [N, HV, V], log alpha and beta [N, HV]."""

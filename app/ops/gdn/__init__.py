@@ -3,6 +3,7 @@
 from app.ops.gdn.chunked import Chunks, chunked_delta_rule, plan_chunks
 from app.ops.gdn.convolution import causal_convolution, window_convolution
 from app.ops.gdn.gates import decay_and_beta, gated_norm, unit_keys, unit_queries
+from app.ops.gdn.launch import fused_replay, unfit
 from app.ops.gdn.replay import Record, Records, replay, stored_delta
 
 __all__ = [
@@ -12,10 +13,12 @@ __all__ = [
     "causal_convolution",
     "chunked_delta_rule",
     "decay_and_beta",
+    "fused_replay",
     "gated_norm",
     "plan_chunks",
     "replay",
     "stored_delta",
+    "unfit",
     "unit_keys",
     "unit_queries",
     "window_convolution",

@@ -1,0 +1,95 @@
+"""The fused replay kernel on a GPU: exact against a state for every beam, capturable, and what a model serves with."""
+
+import pytest
+import torch
+
+from app.config import Limits
+from app.ops import gdn
+from bench.gdn_accuracy import BAR, GEOMETRIES
+from bench.gdn_kernel import call, check, make_inputs
+from tests.engine import hybrid, tiny
+from tests.engine.families.test_qwen import random_paths
+
+BIG = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
+PROMPTS = [(3, 4, 5, 6, 7), (9,), tuple(range(3, 23)), (9, 8)]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: "x".join(map(str, g)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_is_within_the_bar_of_a_state_for_every_beam(geometry, dtype):
+    for out in (torch.float32, dtype):
+        found = check(geometry, [65, 1, 37, 8], 6, out, seed=2, dtype=dtype, ordered=False)
+        assert found["error"] < BAR
+        assert found["largest"] > 0.02
+
+
+def test_both_transitions_and_empty_requests():
+    for compact in (False, True):
+        found = check(GEOMETRIES[1], [40, 0, 9, 0], 4, torch.float32, seed=3, dtype=torch.bfloat16, compact=compact)
+        assert found["error"] < BAR
+
+
+def test_what_tombstones_hold_stays_with_them():
+    x = make_inputs(GEOMETRIES[0], [13, 20], 3, seed=4, dtype=torch.bfloat16)
+    for t in range(2):
+        call(x, t, torch.float32)
+    clean = call(x, 2, torch.float32)
+    dead = torch.tensor([3, 12, 13, 32], device="cuda")
+    live = torch.tensor([n for n in range(33) if n not in dead.tolist()], device="cuda")
+    x.windows[2][dead] = torch.nan
+    x.ancestry[2][dead] = torch.tensor([2**30, -5], dtype=torch.int32, device="cuda")
+    assert torch.equal(call(x, 2, torch.float32)[live], clean[live])
+
+
+def test_a_launch_is_captured_into_a_graph():
+    x = make_inputs(GEOMETRIES[0], [33, 64], 2, seed=5, dtype=torch.bfloat16)
+    expected = [call(x, t, torch.float32) for t in range(2)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [call(x, t, torch.float32) for t in range(2)]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_a_model_with_the_kernel_answers_as_with_torchs_operators(precision, tmp_path, monkeypatch):
+    hybrid.write(tmp_path, **BIG)
+    limits = Limits(widths=(64,) * 3, rows=256, batch=4, context=24)
+    engine = hybrid.engine(tmp_path, limits=limits, precision=precision, device=torch.device("cuda"))
+    contexts = tiny.contexts
+    monkeypatch.setattr(
+        tiny, "contexts", lambda *x: {k: type(v)(*(y.cuda() for y in v)) for k, v in contexts(*x).items()}
+    )
+    rows = tiny.rows
+    monkeypatch.setattr(tiny, "rows", lambda *x, **how: on_gpu(rows(*x, **how)))
+    launches = []
+    right = gdn.fused_replay
+    monkeypatch.setattr(gdn, "fused_replay", lambda *x, **how: launches.append(1) or right(*x, **how))
+    fused = outputs(engine, limits)
+    assert len(launches) == 4, "two layers, two steps"
+    monkeypatch.setattr(gdn, "unfit", lambda *x, **how: "not today")
+    plain = outputs(engine, limits)
+    assert len(launches) == 4
+    for a, b in zip(fused, plain, strict=True):
+        error = (a - b).abs().max() / b.std()
+        assert error < (0.1 if precision == "bfloat16" else 0.02)
+
+
+def on_gpu(rows):
+    moved = {name: getattr(rows, name).cuda() for name in ("codes", "request", "row_start", "ancestry")}
+    return rows._replace(**moved)
+
+
+def outputs(engine, limits):
+    paths = random_paths(widths=[20, 1, 30, 13])
+    arena = engine.new_arena(limits)
+    first = engine.encode(tiny.contexts(engine, PROMPTS), arena).logits
+    steps, widths = [], [len(p) for p in paths]
+    codes = torch.cat([torch.from_numpy(p) for p in paths])
+    for t in (2, 3):
+        own = torch.arange(sum(widths)).unsqueeze(1).repeat(1, t - 1)
+        steps.append(engine.step(t, tiny.rows(widths, codes[:, t - 2].tolist(), own), arena).logits)
+    return [x.float() for x in (first, *steps)]
