@@ -42,6 +42,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The process: sockets, admin, state. Times in seconds, sizes in bytes.
 
     watch  "polling" = do not ask the operating system for events; every change is still found within seconds
+    explain_per_s  answers that may be explained in a second: each costs one request's engine time; 0 = none
     """
 
     host: str = "127.0.0.1"
@@ -59,6 +60,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     drain_delay_s: Annotated[float, Meta(ge=0, le=600)] = 0.5
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
     threads: Natural = 0
+    explain_per_s: Annotated[float, Meta(ge=0, le=1000)] = 2.0
 
 
 class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

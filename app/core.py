@@ -52,6 +52,7 @@ class Request:
     deadline    monotonic seconds, or None
     user, ctx   numbers and strings that policies may read
     arms        experiment -> arm that a tester wants, where the deployment allows it
+    explain     None, or the ids of items that the answer's explanation says more about
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class Request:
     deadline: float | None = None
     seed: int | None = None
     arms: Mapping[str, str] = field(default_factory=dict)
+    explain: tuple[str, ...] | None = None
 
 
 # ---- what the engine is given and gives ----------------------------------------------------------------------------
@@ -273,6 +275,56 @@ class Timings(NamedTuple):
     total: float
 
 
+class ExplainedStep(NamedTuple):
+    """What one step did with a request's candidates: candidates = the sum of `removed` + kept.
+
+    parents     live beams that entered · candidates: every code under each of them
+    legal       what trie, model, `exclude` and mask left
+    removed     candidates that each phase took away, in the phases' order; phases that took none are not in it
+    kept        survivors, of `planned` at most
+    best, cut   the highest and the lowest rank among the survivors; None for none
+    """
+
+    step: int
+    parents: int
+    candidates: int
+    legal: int
+    removed: Mapping[str, int]
+    kept: int
+    planned: int
+    best: float | None
+    cut: float | None
+
+
+class ExplainedItem(NamedTuple):
+    """What became of one item.
+
+    result  listed | unknown (not in the catalogue) | taken_down | excluded | masked | cut | final
+    step    where it left · phase: what took it away there
+    rank    its own, at that step (final: its score) · cut: that of the last that stayed
+    place   its place, from 1, in the list or among the step's candidates · kept: how many places there were
+    """
+
+    id: str
+    result: Literal["listed", "unknown", "taken_down", "excluded", "masked", "cut", "final"]
+    step: int | None = None
+    phase: str | None = None
+    rank: float | None = None
+    cut: float | None = None
+    place: int | None = None
+    kept: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How an answer came about, from a second run of its request alone. mismatch: how that run differs from the answer,
+    None where it gives the same items in the same order."""
+
+    steps: tuple[ExplainedStep, ...]
+    items: tuple[ExplainedItem, ...]
+    mismatch: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The answer to one request, before it is encoded. `unknown_*` count ids that the pinned vocab does not know;
@@ -291,6 +343,7 @@ class Outcome:
     timings: Timings
     batch_requests: int
     batch_rows: int
+    explanation: Explanation | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@
     │   ├── QueueFull
     │   ├── DeadlineTooShort
     │   ├── Draining
-    │   └── NotReady
+    │   ├── NotReady
+    │   └── ExplainBusy
     ├── Expired             the deadline passed
     ├── Cancelled           the client left
     ├── ModelOutput         a model wrote too many bad numbers for this request
@@ -76,6 +77,12 @@ class NotReady(Refused):
     """Nothing serves yet; the message says why."""
 
     code = "not_ready"
+
+
+class ExplainBusy(Refused):
+    """As many answers are being explained as the deployment allows; the same request without `explain` is served."""
+
+    code = "explain_busy"
 
 
 class Expired(WidebeamError):

@@ -21,6 +21,7 @@ from app.errors import Fault, InvalidRequest
 MAX_IDS: Final = 10_000
 MAX_ID_BYTES: Final = 512
 MAX_FACTS: Final = 256
+MAX_WHY: Final = 100
 MAX_DEADLINE_MS: Final = 86_400_000
 
 ItemId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_BYTES, description="1 to 512 bytes of UTF-8")]
@@ -57,7 +58,7 @@ class Context(Struct, frozen=True, forbid_unknown_fields=True):
 class Why(Struct, frozen=True, forbid_unknown_fields=True):
     """Which items to explain."""
 
-    why: ItemIds
+    why: Annotated[tuple[ItemId, ...], Meta(max_length=MAX_WHY, description="Ids of items")]
 
 
 class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -78,7 +79,9 @@ class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ) = UNSET
     deadline_ms: Annotated[int, Meta(ge=1, le=MAX_DEADLINE_MS)] | UnsetType = UNSET
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | UnsetType = UNSET
-    explain: bool | Why | UnsetType = UNSET
+    explain: (
+        Annotated[bool | Why, Meta(description="How the answer came about; a bounded number a second")] | UnsetType
+    ) = UNSET
 
 
 def body_type(limits: Limits) -> type[Body]:
@@ -106,8 +109,6 @@ def to_request(
     arms = arms by experiment that a tester asks for.
     Raises InvalidRequest with the field's path for what types cannot say.
     """
-    if body.explain is not UNSET and body.explain is not False:
-        raise InvalidRequest("explaining an answer is not supported by this server", path="$.explain")
     if body.policy is not UNSET and not override:
         raise InvalidRequest("this deployment does not let requests choose a policy", path="$.policy")
     if body.user_id is not UNSET:
@@ -131,7 +132,15 @@ def to_request(
         deadline=deadline,
         seed=_given(body.seed),
         arms=arms or {},
+        explain=_explain(body.explain),
     )
+
+
+def _explain(asked: bool | Why | UnsetType) -> tuple[str, ...] | None:
+    if isinstance(asked, Why):
+        _check_bytes(asked.why, "$.explain.why[{}]")
+        return asked.why
+    return () if asked is True else None
 
 
 def _given(value: T | UnsetType) -> T | None:
@@ -238,6 +247,43 @@ class BatchInfo(Struct, frozen=True):
     rows: int
 
 
+class StepExplained(Struct, frozen=True, tag_field="kind", tag="step"):
+    """What one step did: `candidates` (every code under every parent) = the sum of `removed` by phase + `kept`.
+    `best` and `cut` are the highest and the lowest rank among the survivors."""
+
+    step: int
+    parents: int
+    candidates: int
+    legal: int
+    removed: Mapping[str, int]
+    kept: int
+    planned: int
+    best: float | UnsetType
+    cut: float | UnsetType
+
+
+class ItemExplained(Struct, frozen=True, tag_field="kind", tag="item"):
+    """What became of an item of `why`: where it left, by which phase, with its rank and place beside the cut."""
+
+    id: str
+    result: Literal["listed", "unknown", "taken_down", "excluded", "masked", "cut", "final"]
+    step: int | UnsetType
+    phase: str | UnsetType
+    rank: float | UnsetType
+    cut: float | UnsetType
+    place: int | UnsetType
+    kept: int | UnsetType
+
+
+class Mismatch(Struct, frozen=True, tag_field="kind", tag="explain_mismatch"):
+    """The run that explains gave other items than the answer."""
+
+    message: str
+
+
+Explained = StepExplained | ItemExplained | Mismatch
+
+
 class Answer(Struct, frozen=True, kw_only=True):
     """Recommendations, best first."""
 
@@ -252,6 +298,7 @@ class Answer(Struct, frozen=True, kw_only=True):
     unknown: Unknown | UnsetType = UNSET
     timings_ms: Timings
     batch: BatchInfo
+    explain: list[Explained] | UnsetType = UNSET
 
 
 def to_answer(outcome: core.Outcome) -> Answer:
@@ -272,7 +319,32 @@ def to_answer(outcome: core.Outcome) -> Answer:
         unknown=Unknown(outcome.unknown_history, outcome.unknown_exclude) if unknown else UNSET,
         timings_ms=Timings(*outcome.timings),
         batch=BatchInfo(outcome.batch_requests, outcome.batch_rows),
+        explain=UNSET if outcome.explanation is None else _explained(outcome.explanation),
     )
+
+
+def _explained(told: core.Explanation) -> list[Explained]:
+    """Steps, then items, then what does not fit."""
+    out: list[Explained] = [StepExplained(*one[:-2], _or_unset(one.best), _or_unset(one.cut)) for one in told.steps]
+    out += [_item_explained(one) for one in told.items]
+    return out if told.mismatch is None else [*out, Mismatch(told.mismatch)]
+
+
+def _item_explained(one: core.ExplainedItem) -> ItemExplained:
+    return ItemExplained(
+        one.id,
+        one.result,
+        step=_or_unset(one.step),
+        phase=_or_unset(one.phase),
+        rank=_or_unset(one.rank),
+        cut=_or_unset(one.cut),
+        place=_or_unset(one.place),
+        kept=_or_unset(one.kept),
+    )
+
+
+def _or_unset(value: T | None) -> T | UnsetType:
+    return UNSET if value is None else value
 
 
 def _exposure(seen: core.Exposure) -> Exposure:

@@ -17,7 +17,7 @@ from app.api import wire
 from app.api.codec import JsonDecoder
 from app.api.errors import outcome_of
 from app.cli.compose import Device, Overrides, Service, clock, compose
-from app.errors import NotReady, QueueFull, WidebeamError
+from app.errors import ExplainBusy, NotReady, QueueFull, WidebeamError
 from app.runtime.runtime import Runtime
 from app.runtime.ticket import PendingTicket
 
@@ -102,5 +102,5 @@ async def _admit(service: Service, runtime: Runtime, body: wire.Body, number: in
         )
         try:
             return runtime.admit(request)
-        except QueueFull:  # a file waits for its turn: nobody else can
+        except (QueueFull, ExplainBusy):  # a file waits for its turn: nobody else can
             await asyncio.sleep(0.001)

@@ -88,6 +88,14 @@ class Metrics:
         for where in ("request", "background"):
             self.compiles_total.labels(where)
 
+        self.explained_total = Counter(
+            "widebeam_explained_total",
+            "Answers that were explained; `mismatch`: the run that explains gave other items than the answer",
+            ["result"], registry=registry,
+        )  # fmt: skip
+        for result in ("equal", "mismatch", "failed"):
+            self.explained_total.labels(result)
+
     def _versions(self) -> None:
         self.snapshot_info = Info(
             "widebeam_snapshot", "Versions by role: one series a role, whatever was loaded before", ["role"],

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from app.config import Deployment
@@ -15,12 +16,13 @@ from app.policies.assign import Facts
 from app.policies.assignment import explain
 from app.policies.plan import Plan
 from app.runtime import in_force
-from app.runtime.admission import Admission, Admitted, default_seed
+from app.runtime.admission import Admission, Admitted
 from app.runtime.batcher import Batcher
 from app.runtime.canary import canary_jobs
 from app.runtime.cutover import Cutovers
+from app.runtime.explainer import Explainer
 from app.runtime.exposure import exposures, with_files
-from app.runtime.job import Batch, Job, Served
+from app.runtime.job import Batch, Job, Served, seed_of
 from app.runtime.loader import Loaded
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
@@ -59,6 +61,7 @@ class Runtime:
         self.swapped: Callable[[Snapshot], None] = lambda _: None
         self._steps = StepLoop(clock, metrics, transition)
         self._thread = EngineThread(self._steps)
+        self._explainer = Explainer(self._thread, deployment.server.explain_per_s, clock, metrics, log)
         self._cutovers = Cutovers(clock, metrics.cutover_hold_seconds.observe)
         self._batcher = Batcher(
             self._thread, deployment.limits, clock, self._answer, self._dropped, self._cutovers.formed
@@ -139,7 +142,6 @@ class Runtime:
 
     async def _serve_alone(self, batch: Batch) -> Sequence[Served]:
         done: asyncio.Future[Sequence[Served]] = asyncio.get_running_loop().create_future()
-
         def resolve(_: Batch, served: Sequence[Served]) -> None:
             if not done.done():  # whoever waited may have been cancelled
                 done.set_result(served)
@@ -170,7 +172,9 @@ class Runtime:
     async def drained(self, timeout_s: float) -> bool:
         """See `front.Front`."""
         try:
-            await asyncio.wait_for(self._batcher.idle(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._batcher.idle()
+                await self._explainer.idle()
         except TimeoutError:
             return False
         return True
@@ -196,6 +200,7 @@ class Runtime:
         plan, planned = choice.plan, choice.planned
         self._batcher.check(max(planned[:-1]), request.deadline)
         admitted = self._admission.admit(request, choice, snapshot)
+        self._explainer.take(request)
         ticket = PendingTicket(request.deadline, self._clock, self._left)
         job = Job(request, ticket, snapshot, plan, admitted.inputs, planned, admitted.excluded, admitted.seen, now)
         self._pins.pin()
@@ -226,13 +231,20 @@ class Runtime:
         self._metrics.batch_size.observe(len(served))
         self._metrics.batch_rows.observe(rows)
         for end in served:
-            ticket = end.job.ticket
-            assert isinstance(ticket, PendingTicket)
             try:
-                ticket.resolve(self._end(end, self._close(end.job), len(served), rows))
+                result = self._end(end, self._open[id(end.job.ticket)][1], len(served), rows)
+                if isinstance(result, Outcome) and end.job.request.explain is not None:
+                    self._explainer.explain(end, result, partial(self._resolve, end.job))
+                    continue  # its client waits for the explanation, nobody else does
             except Exception as error:  # noqa: BLE001  a bug of ours: nobody may wait for ever because of it
                 self._log.error("answer_failed", exc_info=error)
-                ticket.resolve(Fault.of(error))
+                result = Fault.of(error)
+            self._resolve(end.job, result)
+
+    def _resolve(self, job: Job, result: Outcome | WidebeamError) -> None:
+        self._close(job)
+        assert isinstance(job.ticket, PendingTicket)
+        job.ticket.resolve(result)
 
     def _end(self, end: Served, admitted: Admitted, requests: int, rows: int) -> Outcome | WidebeamError:
         """What one job's client gets, after it was noted down."""
@@ -273,7 +285,7 @@ class Runtime:
                 snapshot.contract.id,
             ),
             experiments=exposures(admitted.assignment),
-            seed=request.seed if request.seed is not None else default_seed(request.request_id),
+            seed=seed_of(request),
             load=None,
             unknown_history=admitted.unknown_history,
             unknown_exclude=admitted.unknown_exclude,

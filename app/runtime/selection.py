@@ -102,6 +102,11 @@ class Selection:
         broken, bad_logits = self._broken(bad, state, logits.shape[1])
         return StepResult(self._together(parts, keep), bad_logits, int(bad_scores), broken)
 
+    def look(self, t: int, output: StepOutput, state: BatchState) -> tuple[StepInputs, Tensor]:
+        """What `select` would give the program of a batch of one request, and each candidate's trie node [n, F]."""
+        [segment] = self._segments(state)
+        return self._inputs(t, segment, sanitise(output.logits)[0], output, state)
+
     def _together(self, parts: list[tuple[_Segment, Survivors]], keep: Sequence[int]) -> Survivors:
         """The survivors of all segments, flat over the requests of the batch."""
         if len(parts) == 1 and len(parts[0][0].requests) == len(keep):

@@ -7,9 +7,10 @@ from itertools import accumulate
 
 import torch
 
-from app.core import Ranked
+from app.core import Explanation, Ranked
 from app.errors import Expired, Fault, ModelOutput, WidebeamError
 from app.runtime.contexts import batch_inputs
+from app.runtime.explain import explain
 from app.runtime.final import rank_items
 from app.runtime.job import Batch, Job, Served
 from app.runtime.metrics import Metrics
@@ -88,6 +89,13 @@ class StepLoop:
 
     def _end(self, job: Job, result: Ranked | WidebeamError, began: float, encoded: float, rows: int) -> Served:
         return Served(job, result, began, 1e3 * (encoded - began), 1e3 * (self._clock() - encoded), rows)
+
+    def explain(self, job: Job, answer: Ranked) -> Explanation | WidebeamError:
+        """How an answered job came to its answer. Between batches, and for clients that are still there."""
+        try:
+            return job.ticket.gone(self._clock()) or explain(job, self._lane(job.snapshot), answer)
+        except Exception as error:  # noqa: BLE001  whatever broke: the loop lives on
+            return Fault.of(error)
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Allocate a contract's state memory before its first batch; any thread, once a contract."""

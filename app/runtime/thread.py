@@ -6,11 +6,15 @@ import queue
 import threading
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from app.runtime.job import Batch, Served
+from app.core import Explanation, Ranked
+from app.errors import WidebeamError
+from app.runtime.job import Batch, Job, Served
 from app.runtime.steps import StepLoop
 
 Done = Callable[[Batch, Sequence[Served]], None]
+Explained = Callable[[Explanation | WidebeamError], None]
 
 
 class EngineThread:
@@ -18,17 +22,22 @@ class EngineThread:
 
     def __init__(self, steps: StepLoop) -> None:
         self._steps = steps
-        self._work: queue.SimpleQueue[tuple[Batch, AbstractEventLoop, Done] | str | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="widebeam-engine", daemon=True)
         self._thread.start()
 
     def run(self, batch: Batch, loop: AbstractEventLoop, done: Done) -> None:
         """Serve a batch; `done(batch, served)` is then called on the loop."""
-        self._work.put((batch, loop, done))
+        self._work.put(partial(self._serve, batch, loop, done))
+
+    def explain(self, job: Job, answer: Ranked, loop: AbstractEventLoop, done: Explained) -> None:
+        """Explain an answer after everything that was handed in before; `done(explanation)` is then called on the
+        loop."""
+        self._work.put(partial(self._explain, job, answer, loop, done))
 
     def forget(self, contract_id: str) -> None:
         """Give the state memory of a contract back, after everything that was handed in before."""
-        self._work.put(contract_id)
+        self._work.put(partial(self._steps.forget, contract_id))
 
     def close(self) -> None:
         """Finish what was handed in, then end."""
@@ -42,10 +51,11 @@ class EngineThread:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            if isinstance(work, str):
-                self._steps.forget(work)
-                continue
-            batch, loop, done = work
-            served = self._steps.serve(batch)
-            loop.call_soon_threadsafe(done, batch, served)
-            del work, batch, served, done  # an idle thread holds no snapshot in memory
+            work()
+            del work  # an idle thread holds no snapshot in memory
+
+    def _serve(self, batch: Batch, loop: AbstractEventLoop, done: Done) -> None:
+        loop.call_soon_threadsafe(done, batch, self._steps.serve(batch))
+
+    def _explain(self, job: Job, answer: Ranked, loop: AbstractEventLoop, done: Explained) -> None:
+        loop.call_soon_threadsafe(done, self._steps.explain(job, answer))

@@ -90,6 +90,24 @@ async def test_hostile_requests_do_not_change_what_their_company_gets(root):
     assert b"Traceback" not in log.getvalue()
 
 
+async def test_an_explained_answer_shows_its_steps_and_its_items_and_too_many_are_refused(root):
+    async with serving(root) as (addresses, _, _):
+        plain = await ask(addresses.public, body(["i1"], policy="base"))
+        answer = await ask(addresses.public, body(["i1"], policy="base", explain={"why": ["i2", "never-heard-of"]}))
+        assert ranking(answer) == ranking(plain)
+        assert "explain" not in plain.json()
+        told = answer.json()["explain"]
+        steps = [one for one in told if one["kind"] == "step"]
+        assert [one["step"] for one in steps] == [1, 2, 3]
+        assert all(one["candidates"] == one["kept"] + sum(one["removed"].values()) for one in steps)
+        assert [(one["id"], one["result"]) for one in told[3:]][1] == ("never-heard-of", "unknown")
+        replies = [await ask(addresses.public, body(["i1"], explain=True)) for _ in range(6)]
+        busy = [one for one in replies if one.status == 503]
+        assert busy
+        assert {one.json()["error"]["code"] for one in busy} == {"explain_busy"}
+        assert (await ask(addresses.public, body(["i1"]))).status == 200
+
+
 async def test_clients_that_leave_in_masses_leave_nothing_behind(root):
     async with serving(root) as (addresses, log, _):
         golden = ranking(await ask(addresses.public, body(["i1"])))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from app.api import wire
 from app.config import Limits
-from app.core import Embeddings, Item, TokenIds
+from app.core import Embeddings, ExplainedItem, ExplainedStep, Explanation, Item, TokenIds
 from app.errors import Fault, InvalidRequest
 from tests.api.support import GOLDEN, outcome_of
 
@@ -52,12 +52,41 @@ def test_ids_are_measured_in_bytes(count):
                 assert place in str(found.value) or getattr(found.value, "path", None) == place
 
 
-def test_explain_false_asks_for_nothing_and_true_is_refused():
-    request({**GOLDEN, "explain": False})
-    for value in (True, {"why": ["a"]}):
-        with pytest.raises(InvalidRequest) as found:
-            request({**GOLDEN, "explain": value})
-        assert found.value.path == "$.explain"
+def test_explain_asks_for_nothing_for_steps_or_for_items_too():
+    assert request({**GOLDEN}).explain is request({**GOLDEN, "explain": False}).explain is None
+    assert request({**GOLDEN, "explain": True}).explain == ()
+    assert request({**GOLDEN, "explain": {"why": ["a", "b"]}}).explain == ("a", "b")
+    with pytest.raises(InvalidRequest) as found:
+        request({**GOLDEN, "explain": {"why": ["a", "ü" * 257]}})
+    assert found.value.path == "$.explain.why[1]"
+
+
+def test_an_explanation_is_a_list_of_steps_items_and_what_does_not_fit():
+    told = Explanation(
+        (
+            ExplainedStep(1, 1, 4, 3, {"trie": 1, "width": 1}, 2, 2, -0.5, -1.5),
+            ExplainedStep(2, 0, 0, 0, {}, 0, 2, None, None),
+        ),
+        (ExplainedItem("a", "cut", 1, "width", -2.0, -1.5, 3, 2), ExplainedItem("b", "unknown")),
+        None,
+    )
+    steps = [
+        {"kind": "step", "step": 1, "parents": 1, "candidates": 4, "legal": 3, "removed": {"trie": 1, "width": 1},
+         "kept": 2, "planned": 2, "best": -0.5, "cut": -1.5},
+        {"kind": "step", "step": 2, "parents": 0, "candidates": 0, "legal": 0, "removed": {}, "kept": 0, "planned": 2},
+    ]  # fmt: skip
+    items = [
+        {"kind": "item", "id": "a", "result": "cut", "step": 1, "phase": "width", "rank": -2.0, "cut": -1.5,
+         "place": 3, "kept": 2},
+        {"kind": "item", "id": "b", "result": "unknown"},
+    ]  # fmt: skip
+    outcome = outcome_of(request(GOLDEN))
+
+    def wire_of(explanation):
+        return msgspec.to_builtins(wire.to_answer(replace(outcome, explanation=explanation)))["explain"]
+
+    assert wire_of(told) == [*steps, *items]
+    assert wire_of(replace(told, mismatch="2 of 3"))[-1] == {"kind": "explain_mismatch", "message": "2 of 3"}
 
 
 @pytest.mark.parametrize(
