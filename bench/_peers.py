@@ -2,17 +2,26 @@
 prompt once. The own loops are written as well as their author could; the best of them counts as the fair peer.
 
 All of them search the same catalogue through the same CSR arrays, normalise over the whole vocabulary, and return
-`[B][(SID, score), ...]`, best first.
+`[B][(SID, score), ...]`, best first. They run in a process of their own (`peers`), so that their OpenMP threads and
+Widebeam's are never in one process: libgomp's threads sleep where they would spin once there are more than cores.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from bench._setting import Setting, make_catalogue, make_histories, make_model, make_prompts
 
 Found = list[list[tuple[tuple[int, ...], float]]]
 
@@ -230,3 +239,61 @@ def _found(codes: Tensor, scores: Tensor) -> Found:
         [(tuple(sid), value) for sid, value in zip(sids, row, strict=True) if value > -1e8]
         for sids, row in zip(codes.tolist(), scores.tolist(), strict=True)
     ]
+
+
+NAMES = tuple(kind.name for kind in (Generate, Repeated, Tail, Tree))
+
+
+class Peers:
+    """The process of the peers, asked by name."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def search(self, name: str, batch: int, width: int) -> Found:
+        """What a peer finds for the first `batch` prompts."""
+        self._pipe.send((name, batch, width, True))
+        found: Found = self._pipe.recv()
+        return found
+
+    def milliseconds(self, name: str, batch: int, width: int) -> float:
+        """How long the same search takes there."""
+        self._pipe.send((name, batch, width, False))
+        return float(self._pipe.recv())
+
+
+@contextmanager
+def peers(setting: Setting, batch: int, threads: int, exported: Path) -> Iterator[Peers]:
+    """Start the process; it writes its model to `exported` as transformers does."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, setting, batch, threads, exported), daemon=True)
+    process.start()
+    try:
+        theirs.close()
+        ours.recv()  # the model is there
+        yield Peers(ours)
+    finally:
+        ours.close()
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+
+
+def _work(pipe: Connection, setting: Setting, batch: int, threads: int, exported: Path) -> None:
+    torch.set_num_threads(threads)
+    model, sids = make_model(setting), make_catalogue(setting)
+    model.save_pretrained(exported)
+    catalogue = Catalogue(sids, setting.sizes, setting.token_base)
+    prompts = make_prompts(setting, sids, make_histories(setting, batch))
+    all_of_them = {one.name: one for one in (kind(model, catalogue) for kind in (Generate, Repeated, Tail, Tree))}
+    pipe.send("ready")
+    while True:
+        try:
+            name, count, width, whole = pipe.recv()
+        except EOFError:
+            return
+        start = time.perf_counter()
+        found = all_of_them[name].search(prompts[:count], width)
+        taken = 1e3 * (time.perf_counter() - start)
+        pipe.send(found if whole else taken)

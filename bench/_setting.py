@@ -115,10 +115,17 @@ def policy_text(setting: Setting, width: int) -> str:
     return POLICY.format(widths=[width] * len(setting.sizes))
 
 
+def parameters(setting: Setting) -> int:
+    """Numbers in the model."""
+    s, own = setting, (setting.heads + 2 * setting.kv_heads) * setting.head_dim
+    block = s.hidden * (own + s.heads * s.head_dim + 3 * s.ffn + 2) + 2 * s.head_dim
+    return 2 * s.vocabulary * s.hidden + s.layers * block + s.hidden
+
+
 def write_root(
-    root: Path, setting: Setting, model: Any, catalogue: npt.NDArray[np.int32], widths: list[int], batch: int
+    root: Path, setting: Setting, exported: Path, catalogue: npt.NDArray[np.int32], widths: list[int], batch: int
 ) -> Path:
-    """A deployment root with the model, the catalogue, and one policy a width."""
+    """A deployment root with the model as transformers exported it, the catalogue, and one policy a width."""
     most = [max(widths)] * len(setting.sizes)
     (root / "policies").mkdir(parents=True)
     (root / "deployment.toml").write_text(
@@ -130,9 +137,8 @@ def write_root(
     for width in widths:
         (root / "policies" / f"{policy_name(width)}.yaml").write_text(policy_text(setting, width))
     (root / "policies" / "base.yaml").write_text(policy_text(setting, min(widths)))
-    model.save_pretrained(root / "exported")
     with draft(root, "weights") as made:
-        for file in sorted((root / "exported").iterdir()):
+        for file in sorted(exported.iterdir()):
             made.copy(file, file.name)
         commit(made, "weights", "v1", "bench", {})
     names = Strings.of([f"i{n}".encode() for n in range(len(catalogue))])

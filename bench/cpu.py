@@ -19,20 +19,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from app.core import Outcome
 from bench import _demo, _report, _served
-from bench._peers import Catalogue, Found, Generate, Repeated, Tail, Tree
-from bench._setting import (
-    TOY,
-    Setting,
-    make_catalogue,
-    make_histories,
-    make_model,
-    make_prompts,
-    policy_name,
-    write_root,
-)
+from bench._peers import NAMES, Found, Peers, peers
+from bench._setting import TOY, Setting, make_catalogue, make_histories, parameters, policy_name, write_root
 
 CLONE = Path(__file__).parent.parent
 THREADS = 2
@@ -55,17 +45,17 @@ Row = dict[str, object]
 
 @dataclass(frozen=True)
 class Contestant:
-    """prepare(B, W) gives what is timed, and how its result reads as items."""
+    """find(B, W) gives its items; time(B, W) runs the same once more and gives milliseconds."""
 
     name: str
-    prepare: Callable[[int, int], tuple[Callable[[], object], Callable[[object], Found]]]
+    find: Callable[[int, int], Found]
+    time: Callable[[int, int], float]
     often: bool = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     _own_settings()
-    torch.set_num_threads(THREADS)
     result: Row = {"settings": _report.settings(PROCESS, THREADS)}
     with tempfile.TemporaryDirectory(prefix="widebeam-bench-") as work:
         if options.only != "demo":
@@ -107,64 +97,76 @@ def _own_settings() -> None:
 
 def search(setting: Setting, cells: Sequence[tuple[int, int]], seconds: float, work: Path) -> Row:
     """Every cell: all contestants once for their items, then in turn until the time is over."""
-    model, sids = make_model(setting), make_catalogue(setting)
-    batch, widths = max(b for b, _ in cells), sorted({w for _, w in cells})
-    histories = make_histories(setting, batch)
-    prompts = make_prompts(setting, sids, histories)
-    root = write_root(work, setting, model, sids, widths, batch)
+    sids, batch, widths = make_catalogue(setting), max(b for b, _ in cells), sorted({w for _, w in cells})
+    items = [[f"i{n}" for n in history] for history in make_histories(setting, batch)]
+    work.mkdir()
     rows: list[Row] = []
     with ExitStack() as stack:
+        others = stack.enter_context(peers(setting, batch, THREADS, work / "exported"))
+        root = write_root(work / "root", setting, work / "exported", sids, widths, batch)
         runtime = stack.enter_context(_served.in_process(root))
-        port = stack.enter_context(_served.server(root, work / "server.log"))
-        client = _served.Client(port, batch)
+        client = _served.Client(stack.enter_context(_served.server(root, work / "server.log")), batch)
         stack.callback(client.close)
-        items = [[f"i{n}" for n in history] for history in histories]
-        catalogue = Catalogue(sids, setting.sizes, setting.token_base)
-        everybody = [
-            _peer(Generate(model, catalogue), prompts, often=False),
-            *(_peer(kind(model, catalogue), prompts) for kind in (Repeated, Tail, Tree)),
-            Contestant("Widebeam, in process", lambda b, w: _in_process(runtime, items[:b], w)),
-            Contestant("Widebeam, REST", lambda b, w: _rest(client, items[:b], w)),
-        ]
+        everybody = [*(_peer(others, name) for name in NAMES), _in_process(runtime, items), _rest(client, items)]
         for b, w in cells:
             print(f"batch {b}, W {w}", file=sys.stderr, flush=True)
             rows.append(_cell(everybody, b, w, seconds))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"setting": setting.__dict__ | {"parameters": parameters, "prompt_tokens": setting.prompt}, "cells": rows}
+    known = {"parameters": parameters(setting), "prompt_tokens": setting.prompt}
+    return {"setting": setting.__dict__ | known, "cells": rows}
 
 
-def _peer(peer: Generate | Repeated | Tail | Tree, prompts: torch.Tensor, *, often: bool = True) -> Contestant:
-    return Contestant(peer.name, lambda b, w: (lambda: peer.search(prompts[:b], w), lambda result: result), often)
+def _peer(others: Peers, name: str) -> Contestant:
+    return Contestant(
+        name,
+        lambda b, w: others.search(name, b, w),
+        lambda b, w: others.milliseconds(name, b, w),
+        often=name != "generate",
+    )
 
 
-def _in_process(runtime: _served.InProcess, histories: list[list[str]], width: int):
-    policy = policy_name(width)
-    return lambda: runtime.ask([_served.request(one, width, policy) for one in histories]), _served.found
+def _in_process(runtime: _served.InProcess, items: list[list[str]]) -> Contestant:
+    def ask(b: int, w: int) -> list[Outcome]:
+        return runtime.ask([_served.request(history, w, policy_name(w)) for history in items[:b]])
+
+    return Contestant("Widebeam, in process", lambda b, w: _served.found(ask(b, w)), timed(ask))
 
 
-def _rest(client: _served.Client, histories: list[list[str]], width: int):
-    bodies = [_served.body(one, width, policy_name(width)) for one in histories]
-    return lambda: client.ask(bodies), lambda replies: _served.answers([client.decode(reply) for reply in replies])
+def _rest(client: _served.Client, items: list[list[str]]) -> Contestant:
+    def ask(b: int, w: int) -> list[bytes]:
+        return client.ask([_served.body(history, w, policy_name(w)) for history in items[:b]])
+
+    def find(b: int, w: int) -> Found:
+        return _served.answers([client.decode(reply) for reply in ask(b, w)])
+
+    return Contestant("Widebeam, REST", find, timed(ask))
+
+
+def timed(ask: Callable[[int, int], object]) -> Callable[[int, int], float]:
+    """ask's milliseconds."""
+
+    def run(batch: int, width: int) -> float:
+        start = time.perf_counter()
+        ask(batch, width)
+        return 1e3 * (time.perf_counter() - start)
+
+    return run
 
 
 def _cell(everybody: Sequence[Contestant], batch: int, width: int, seconds: float) -> Row:
-    ready = [(one, *one.prepare(batch, width)) for one in everybody]
-    results = {one.name: read(run()) for one, run, read in ready}  # warms up, too
-    swaps = {name: compare(results[everybody[0].name], found, name) for name, found in results.items()}
+    results = {one.name: one.find(batch, width) for one in everybody}  # warms up, too
+    expected = results[everybody[0].name]
+    swaps = {name: compare(expected, found, name) for name, found in results.items()}
     times: dict[str, list[float]] = {one.name: [] for one in everybody}
     began = time.perf_counter()
     for turn in range(ROUNDS):
         if turn >= LEAST and time.perf_counter() - began > seconds:
             break
         for inner in range(OFTEN):
-            for one, run, _ in ready:
+            for one in everybody:
                 if one.often or inner == 0:
-                    start = time.perf_counter()
-                    run()
-                    times[one.name].append(1e3 * (time.perf_counter() - start))
+                    times[one.name].append(one.time(batch, width))
     return {
-        "batch": batch, "width": width, "items": sum(map(len, results[everybody[0].name])),
-        "near_ties_swapped": swaps,
+        "batch": batch, "width": width, "items": sum(map(len, expected)), "near_ties_swapped": swaps,
         "runs": {name: len(values) for name, values in times.items()},
         "median_ms": {name: round(statistics.median(values), 3) for name, values in times.items()},
         "min_ms": {name: round(min(values), 3) for name, values in times.items()},
