@@ -324,7 +324,8 @@ class ArtifactUpdates:
             snapshot = self._compose(snapshot)  # somebody may have been killed meanwhile
             self._runtime.swap(snapshot, cause)
             self._policies.adopt(state)
-            self.residents.put(replace(resident, snapshot=snapshot, warmed=warmed | resident.warmed))
+            warmed |= resident.warmed
+            self.residents.put(replace(resident, snapshot=snapshot, warmed=warmed, active_at=now_iso()))
             self._ledger.note("cutover", snapshot=snapshot.id, before=active.id if active else None, cause=cause)
         self._mark()
         self._trim()
@@ -336,7 +337,9 @@ class ArtifactUpdates:
         if state.policies.plan(state.policies.default) is None:
             message = f"the default policy `{state.policies.default}` cannot serve with it"
             raise Rejected("no_default_policy", message, location="policies/")
-        return self._compose(snapshot.having(policies=state.policies)), state
+        # take-downs of another vocab are looked up anew, which takes its time
+        made = await self._background.run(lambda: self._compose(snapshot.having(policies=state.policies)))
+        return made, state
 
     async def _warmed(self, snapshot: Snapshot, state: InForce, known: frozenset[str]) -> frozenset[str]:
         """Serve a made-up request under every structure that was not tried on this snapshot. Raises Rejected."""

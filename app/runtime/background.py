@@ -4,37 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Final, TypeVar
 
 T = TypeVar("T")
-NICE = 10
+NICE: Final = 10
+CLOSE_S: Final = 2.0
 
 
 class Background:
-    """One thread; what is handed in runs in order.
+    """One thread; what is handed in runs in order. It never keeps the process from ending.
 
     heavy  for seconds of work on tensors: the thread gives way to everybody else. Short work that holds the interpreter
            must not: whoever waits for the interpreter would wait for the slowest thread of the machine
     """
 
     def __init__(self, name: str, *, heavy: bool = False) -> None:
-        prefix = f"widebeam-{name}"
-        self._pool = ThreadPoolExecutor(1, prefix, initializer=_give_way if heavy else None)
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._heavy = heavy
+        self._thread = threading.Thread(target=self._run, name=f"widebeam-{name}", daemon=True)
+        self._thread.start()
 
     async def run(self, call: Callable[[], T]) -> T:
         """Run a call in the thread; its result or its exception."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._work.put(partial(_answer, call, loop, future))
+        return await future
 
     def close(self) -> None:
-        """Finish what was begun, drop what was not, and end the thread."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """End the thread when it is done with what it does; a load that takes longer is not waited for."""
+        self._work.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        if self._heavy and sys.platform == "linux":  # there, priorities are those of threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # an idle thread holds nothing in memory
 
 
-def _give_way() -> None:
-    """Linux schedules threads one by one: only this one becomes nicer."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+def _answer(call: Callable[[], T], loop: asyncio.AbstractEventLoop, future: asyncio.Future[T]) -> None:
+    def tell(act: Callable[[], None]) -> None:
+        if not future.done():  # whoever waited may have been cancelled
+            act()
+
+    try:
+        act = partial(future.set_result, call())
+    except BaseException as error:  # noqa: BLE001  whoever waits gets it
+        act = partial(future.set_exception, error)
+    try:
+        loop.call_soon_threadsafe(tell, act)
+    except RuntimeError:  # the loop has ended: nobody waits any more
+        return

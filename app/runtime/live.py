@@ -57,8 +57,8 @@ class Live:
         self._artifacts = ArtifactUpdates(
             root, deployment, runtime, self._policies, composing, self._compose, ledger, log
         )
-        self._operations = Operations(state, runtime, self._artifacts, self._hints["artifacts"], ledger, log)
-        self._background = Background("start")
+        self._operations = Operations(root, state, runtime, self._artifacts, self._hints["artifacts"], ledger, log)
+        self._background = Background("start", heavy=True)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class Live:
         """Load, become ready, and follow the root; what is not ready tries again when something in the root changes."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._for_ever("watch", self._watch.run))
-            await self._become_ready(load)
+            await self._for_ever("start", lambda: self._become_ready(load))
             hints, follow = self._hints, self._for_ever
             group.create_task(follow("policies", lambda: self._policies.run(hints["policies"])))
             group.create_task(follow("artifacts", lambda: self._artifacts.run(hints["artifacts"])))
@@ -79,7 +79,7 @@ class Live:
             now = await self._background.run(self._fingerprint)
             if now != tried:
                 tried = now
-                await self._runtime.start(load)
+                await self._runtime.start(load, self._background)
                 self._adopt()
             if self._runtime.active is not None:
                 return

@@ -16,6 +16,7 @@ from app.runtime.logs import Log
 from app.runtime.residents import Resident
 from app.runtime.runtime import Runtime
 from app.runtime.states import State
+from app.vocab.manifest import FILE as MANIFEST
 from app.vocab.manifest import Kind, is_version
 
 Document = dict[str, object]
@@ -27,9 +28,16 @@ class Operations:
     server, and what watches the disk works towards the same end."""
 
     def __init__(
-        self, state: Path, runtime: Runtime, artifacts: ArtifactUpdates, hint: asyncio.Event, ledger: Ledger, log: Log
+        self,
+        root: Path,
+        state: Path,
+        runtime: Runtime,
+        artifacts: ArtifactUpdates,
+        hint: asyncio.Event,
+        ledger: Ledger,
+        log: Log,
     ) -> None:
-        self._pin_file = state / state_dir.PIN
+        self._root, self._pin_file = root, state / state_dir.PIN
         self._runtime, self._artifacts, self._hint = runtime, artifacts, hint
         self._ledger, self._log = ledger, log
 
@@ -88,7 +96,7 @@ class Operations:
     def _check(self, kind: Kind, version: str) -> None:
         """Raise what is known to be wrong with a version; the same each time."""
         state, reason = self._ledger.state(kind, version), self._ledger.reason(kind, version)
-        if state is None:
+        if state is None and not (self._root / kind / version / MANIFEST).is_file():  # it may be a second old
             raise InvalidRequest(f"{kind} {version!r} is not there", path=f"$.{kind}")
         if state is State.REJECTED and reason is not None:
             raise Rejected(reason.code, reason.message, location=reason.location)

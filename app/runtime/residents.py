@@ -18,8 +18,13 @@ MAX_NAMES: Final = 2000
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Weights, vocab and contract in memory. snapshot: as it was put together last; its policies may be older than
-    those in force. deployment: the overlay that it was made for. warmed: structures that were tried on it."""
+    """Weights, vocab and contract in memory.
+
+    snapshot    as it was put together last; its policies may be older than those in force
+    deployment  the overlay that it was made for
+    warmed      structures that were tried on it
+    active_at   when it became the active one, the last time
+    """
 
     snapshot: Snapshot
     weights: Option
@@ -27,6 +32,7 @@ class Resident:
     deployment: Deployment
     warmed: frozenset[str]
     ready_at: str
+    active_at: str | None = None
 
     @property
     def key(self) -> BatchKey:
@@ -104,7 +110,7 @@ class Residents:
 
     def documents(self, active: Snapshot, held: Callable[[BatchKey], int]) -> list[dict[str, object]]:
         """As `GET snapshots` lists them, the active one first."""
-        shown = [
+        shown: list[dict[str, object]] = [
             {
                 "id": active.id if resident.key == active.batch_key else resident.snapshot.id,
                 "state": str(state),
@@ -113,6 +119,7 @@ class Residents:
                 "vocab": {"version": resident.vocab.version, "digest": resident.vocab.digest},
                 "requests": held(resident.key),
                 "ready_at": resident.ready_at,
+                "active_at": resident.active_at,
             }
             for resident, state in self._states(active.batch_key)
         ]
@@ -131,4 +138,4 @@ _ORDER = (State.ACTIVE, State.READY, State.DRAINING)
 def adopted(snapshot: Snapshot, weights: Option, vocab: Option, deployment: Deployment) -> Resident:
     """A snapshot that serves already."""
     warmed = frozenset(plan.structure.id for plan in snapshot.policies.plans())
-    return Resident(snapshot, weights, vocab, deployment, warmed, now_iso())
+    return Resident(snapshot, weights, vocab, deployment, warmed, now_iso(), now_iso())

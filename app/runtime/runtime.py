@@ -17,6 +17,7 @@ from app.policies.assignment import explain
 from app.policies.plan import Plan
 from app.runtime import in_force
 from app.runtime.admission import Admission, Admitted
+from app.runtime.background import Background
 from app.runtime.batcher import Batcher
 from app.runtime.canary import canary_jobs
 from app.runtime.cutover import Cutovers
@@ -76,10 +77,13 @@ class Runtime:
 
     # ---- life --------------------------------------------------------------------------------------------------
 
-    async def start(self, load: Callable[[], Loaded]) -> None:
-        """Load off the loop, warm up, and become ready; or say why not and stay alive."""
+    async def start(self, load: Callable[[], Loaded], background: Background | None = None) -> None:
+        """Load off the loop, warm up, and become ready; or say why not and stay alive.
+
+        background: the thread to load in; without one a thread that the end of the event loop waits for
+        """
         try:
-            loaded = await asyncio.to_thread(load)
+            loaded = await (background.run(load) if background else asyncio.to_thread(load))
             self._loaded = replace(loaded, snapshot=None)  # nothing here keeps a snapshot in memory that is not in use
             if loaded.snapshot is None:
                 self._reasons = loaded.reasons

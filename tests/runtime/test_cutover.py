@@ -18,7 +18,7 @@ from app.vocab.manifest import read_manifest
 from app.vocab.publish import commit, draft
 from tests import support
 from tests.api.support import ask
-from tests.live_support import LiveServer, live_server
+from tests.live_support import LiveServer, live_server, until
 
 SIZES = (4, 5, 6)
 HISTORIES = ("i1", "i2"), ("i7",), ("i20", "i3", "i11")
@@ -93,6 +93,7 @@ class Load:
     def __init__(self, server, truth, clients=4):
         self.server, self.truth = server, truth
         self.going, self.seen, self.answers = True, [], 0
+        self.of_client = [[] for _ in range(clients)]
         self.tasks = [asyncio.create_task(self.run(n)) for n in range(clients)]
 
     async def run(self, n):
@@ -101,8 +102,9 @@ class Load:
             answer = await self.server.recommend(*history, k=10, policy=policy)
             pair = self.truth.check(answer, history)
             self.answers += 1
-            if self.seen[-1:] != [pair]:
-                self.seen.append(pair)
+            for order in (self.seen, self.of_client[n]):
+                if order[-1:] != [pair]:
+                    order.append(pair)
 
     async def end(self):
         self.going = False
@@ -140,10 +142,12 @@ async def test_weights_vocab_and_pairs_cut_over_under_load_without_a_mixed_answe
         assert serving("v2", "v2")(status)
         support.write_vocab(root, SIZES, items("c"), version="v3")
         status = await server.settles(serving("v3", "v3"))
-        (root / "policies" / "narrow.yaml").touch()
+        await until(lambda: load.seen[-1] == ("v3", "v3"))
         seen = await load.end()
         assert seen[0] == ("v1", "v1")
-        assert seen[-1] == ("v3", "v3")
+        for order in load.of_client:  # what is sent after an answer was received is never older than it
+            assert order == sorted(order)
+            assert order[-1] == ("v3", "v3")
         assert set(seen) <= {("v1", "v1"), ("v2", "v1"), ("v2", "v2"), ("v3", "v3")}
         assert load.answers > 20
         assert status["counters"]["failed"] == status["counters"]["refused"] == 0

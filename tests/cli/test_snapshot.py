@@ -1,0 +1,47 @@
+"""`widebeam snapshot` against a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from typer.testing import CliRunner
+
+from app.cli.main import app
+from tests.live_support import live_server
+from tests.runtime.test_cutover import serving, weights, world
+
+
+async def cli(server, *args):
+    """Run a command in a thread, as another process would run beside the server."""
+    return await asyncio.to_thread(CliRunner().invoke, app, ["snapshot", *args, "--admin", server.admin])
+
+
+async def test_list_promote_rollback_pin_and_unpin(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        weights(root, "v2", 1)
+        await server.settles(serving("v2"))
+        listed = await cli(server, "list", "--json")
+        assert listed.exit_code == 0, listed.output
+        shown = json.loads(listed.output)["snapshots"]
+        assert [(one["state"], one["weights"]["version"]) for one in shown] == [("active", "v2"), ("ready", "v1")]
+        assert (await cli(server, "rollback")).exit_code == 0
+        await server.settles(serving("v1"))
+        table = (await cli(server, "list")).output
+        assert "asked for by state/pin.json: weights v1, vocab v1" in table
+        assert (await cli(server, "promote", "--weights", "v2", "--wait", "20")).exit_code == 0
+        await server.settles(serving("v2"))
+        pinned = await cli(server, "pin", "--json")
+        assert json.loads(pinned.output)["pin"] == {"weights": "v2", "vocab": "v1"}
+        assert (await cli(server, "unpin")).output == "nothing is pinned\n"
+        refused = await cli(server, "promote", "--weights", "v9")
+        assert (refused.exit_code, "v9" in str(refused.exception)) == (1, True)
+        assert (await cli(server, "promote", "nope")).exit_code == 1
+        assert (await cli(server, "promote")).exit_code == 2
+
+
+async def test_a_server_that_is_not_there_is_said_in_a_sentence():
+    found = await asyncio.to_thread(CliRunner().invoke, app, ["snapshot", "list", "--admin", "http://127.0.0.1:9"])
+    assert found.exit_code == 1
+    assert "http://127.0.0.1:9" in str(found.exception)
