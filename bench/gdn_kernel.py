@@ -83,11 +83,11 @@ def make_inputs(
     )
 
 
-def call(x: Inputs, t: int, dtype: torch.dtype, *, compact: bool = False) -> Tensor:
+def call(x: Inputs, t: int, dtype: torch.dtype, *, compact: bool = False, portable: bool = False) -> Tensor:
     """Call t of the kernel."""
     return fused_replay(
         x.windows[t], x.log_alpha[t], x.beta[t], x.s_ctx, x.records, key_heads=x.g.hk, row_start=x.row_start,
-        ancestry=x.ancestry[t], compact=compact, into=t, dtype=dtype,
+        ancestry=x.ancestry[t], compact=compact, into=t, dtype=dtype, portable=portable,
     )  # fmt: skip
 
 
@@ -98,7 +98,9 @@ def heads(x: Inputs, t: int) -> tuple[Tensor, Tensor, Tensor]:
     return gdn.unit_queries(q.view(n, g.hk, g.k)), gdn.unit_keys(k.view(n, g.hk, g.k)), v.view(n, g.hv, g.v)
 
 
-def check(g: Geometry, widths: list[int], calls: int, out: torch.dtype, **how: Any) -> dict[str, Any]:
+def check(
+    g: Geometry, widths: list[int], calls: int, out: torch.dtype, *, portable: bool = False, **how: Any
+) -> dict[str, Any]:
     """The largest error of all outputs against a state for every beam; of 16-bit outputs, what is above half an ulp."""
     compact = bool(how.get("compact"))
     x = make_inputs(g, widths, calls, **how)
@@ -107,7 +109,7 @@ def check(g: Geometry, widths: list[int], calls: int, out: torch.dtype, **how: A
     for t in range(calls):
         if t:
             state = state[x.ancestry[t][:, -1].long()]
-        o = call(x, t, out, compact=compact)
+        o = call(x, t, out, compact=compact, portable=portable)
         exact, state = delta_rule_step(state, *heads(x, t), x.log_alpha[t].exp(), x.beta[t])
         error = (o.float() - exact).abs()
         if out != torch.float32:
@@ -128,9 +130,10 @@ def check_all() -> list[dict[str, Any]]:
     plans += [(GEOMETRIES[n], {"dtype": torch.bfloat16, "out": torch.bfloat16, "decay": "slow"}) for n in (0, 8)]
     plans += [(GEOMETRIES[n], {"dtype": torch.bfloat16, "out": torch.float32, "compact": True}) for n in (0, 7)]
     plans += [(GEOMETRIES[0], {"dtype": torch.bfloat16, "out": torch.float32, "ordered": False})]
+    plans += [(GEOMETRIES[n], {"dtype": torch.bfloat16, "out": torch.float32, "portable": True}) for n in (0, 1, 7)]
     for g, how in plans:
         found = check(g, ragged, 6, seed=1, **how)
-        name = " ".join(str(value).removeprefix("torch.") for value in how.values())
+        name = " ".join(f"{key}={str(value).removeprefix('torch.')}" for key, value in how.items())
         table.append({**g._asdict(), "how": name, **found})
         print(f"{tuple(g)} {name}: {found['error']:.2e} of {found['largest']:.2f}", flush=True)
     return table
@@ -145,21 +148,23 @@ def floor(g: Geometry, rows: int, requests: int, calls: int) -> float:
 
 
 def time_graph(
-    g: Geometry, requests: int, width: int, calls: int, *, ordered: bool = True, sets: int = 4
+    g: Geometry, requests: int, width: int, calls: int, *, ordered: bool = True, portable: bool = False, sets: int = 4
 ) -> dict[str, Any]:
     """Milliseconds of all calls of a batch, bf16 in and out."""
     every = [
         make_inputs(g, [width] * requests, calls, seed=n, dtype=torch.bfloat16, ordered=ordered) for n in range(sets)
     ]
-    for x in every:
-        for t in range(calls):
-            call(x, t, torch.bfloat16)
+
+    def run() -> None:
+        for x in every:
+            for t in range(calls):
+                call(x, t, torch.bfloat16, portable=portable)
+
+    run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for x in every:
-            for t in range(calls):
-                call(x, t, torch.bfloat16)
+        run()
     times = []
     for _ in range(12):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -169,7 +174,7 @@ def time_graph(
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / sets)
     return {
-        "R": requests, "W": width, **g._asdict(), "T": calls, "sorted": ordered,
+        "R": requests, "W": width, **g._asdict(), "T": calls, "sorted": ordered, "portable": portable,
         "ms": statistics.median(times[2:]), "floor_ms": floor(g, requests * width, requests, calls),
     }  # fmt: skip
 
@@ -190,6 +195,9 @@ def main() -> None:
         print(json.dumps(table[-1]), flush=True)
     table.append(time_graph(GEOMETRIES[0], 4, 512, 6, ordered=False))
     print(json.dumps(table[-1]), flush=True)
+    for requests, calls in product((4, 16), (2, 6)):
+        table.append(time_graph(GEOMETRIES[0], requests, 512, calls, portable=True))
+        print(json.dumps(table[-1]), flush=True)
     if args.out:
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 // Projection replay of OneLA 3.4 in one kernel: shared-context projection on tensor cores, replay of the ancestors'
 // records, the update, the output and the new record. No state of a beam exists anywhere.
 //
-// Compiled with -DK -DV -DVT -DBF16 (0: float16 inputs) -DOUT32 (1: float32 output). One block: one request, one value
+// Compiled with -DK -DV -DVT -DBF16 (0: float16 inputs) -DOUT32 (1: float32 output) -DWGMMA (1: sm_90a, whose warpgroups
+// read S_ctx from shared memory once for four warps; 0: mma.sync of sm_80 and later, once for each). One block: one request, one value
 // head, VT columns of its state, and a share of its beams. One warp: 8 beams at a time. In m16n8k16 the queries of the
 // beams are rows 0-7 of A and their keys rows 8-15, so one thread holds u_q and u_k of the same beam and columns, and all
 // that follows is its own business but for the dot products, which a quad shares.
@@ -15,11 +16,12 @@
 
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 
 #define THREADS (K == 128 ? 256 : 128)  // with K 256, q and k alone are 64 registers
 #define BLOCKS (K == 128 ? 2 : 3)
 #define AHEAD (K == 128)
-#define WARPS (THREADS / 32)
+#define GROUPS (THREADS / 128)  // warpgroups, of 32 beams each
 #define KS (K / 16)
 #define KP (K / 32)
 #define VJ (VT / 32)
@@ -62,6 +64,52 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+#if WGMMA
+#define LEAD (NT * 128)  // bytes from 8 of K to the next 8, in core matrices of 8 columns by 16 bytes without swizzle
+
+#if VH == 64
+#define ACCUMULATORS "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}"
+#define OPERANDS "{%32,%33,%34,%35}, %36"
+#define FIRST "%37"
+#define SHAPE "m64n64k16"
+#else
+#define ACCUMULATORS "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
+#define OPERANDS "{%16,%17,%18,%19}, %20"
+#define FIRST "%21"
+#define SHAPE "m64n32k16"
+#endif
+#define REGISTERS(j) "+f"(u[j][0]), "+f"(u[j][1]), "+f"(u[j][2]), "+f"(u[j][3])
+
+// A warpgroup's product of one step of K: each warp's A is as in mma.sync, B is shared memory at `b`.
+__device__ __forceinline__ void wgmma(float (&u)[NT][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " FIRST ", 0; wgmma.mma_async.sync.aligned." SHAPE ".f32." MMA_TYPES
+                 " " ACCUMULATORS ", " OPERANDS ", p, 1, 1, 0;}"
+                 : REGISTERS(0), REGISTERS(1), REGISTERS(2), REGISTERS(3)
+#if VH == 64
+                   , REGISTERS(4), REGISTERS(5), REGISTERS(6), REGISTERS(7)
+#endif
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
+}
+
+__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_end() {
+    asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+__device__ __forceinline__ u64 descriptor(const void* p) {
+    return (u64)((u32)__cvta_generic_to_shared(p) >> 4) | (u64)(LEAD >> 4) << 16 | (u64)(128 >> 4) << 32;
+}
+
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Where the pair of K of thread c belongs: term 0 hi, 1 lo; e 0, 1: the first and second 8 of step s; column n of tile j.
+__device__ __forceinline__ u32& place(uint4* packed, int term, int s, int e, int j, int n, int c) {
+    int row = ((j / NT * 2 + term) * (K / 8) + 2 * s + e) * LEAD + j % NT * 128 + n * 16 + c * 4;
+    return *(u32*)((char*)packed + row);
+}
+#endif
 
 // Read once: kept out of L1, where ancestors that siblings share should stay.
 __device__ __forceinline__ uint4 load_once(const void* p) {
@@ -118,7 +166,12 @@ __device__ __forceinline__ void load_state(const float* state, uint4* packed) {
             b.x = pack(x[0][m], x[1][m]), b.y = pack(x[2][m], x[3][m]);
             unpack(b.x, h0, h1), unpack(b.y, h2, h3);
             b.z = pack(x[0][m] - h0, x[1][m] - h1), b.w = pack(x[2][m] - h2, x[3][m] - h3);
+#if WGMMA
+            place(packed, 0, s, 0, j, n, c) = b.x, place(packed, 0, s, 1, j, n, c) = b.y;
+            place(packed, 1, s, 0, j, n, c) = b.z, place(packed, 1, s, 1, j, n, c) = b.w;
+#else
             packed[(j * KS + s) * 32 + n * 4 + c] = b;
+#endif
         }
     }
 }
@@ -139,16 +192,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) replay(
     int split = blockIdx.x % splits, rest = blockIdx.x / splits;
     int tile_v = rest % (V / VT), h = rest / (V / VT) % hv, r = rest / (V / VT) / hv;
     int begin = row_start[r], end = row_start[r + 1];
-    if (begin + split * WARPS * 8 >= end) return;
+    if (begin + split * GROUPS * 32 >= end) return;
     load_state(s_ctx + ((i64)r * hv + h) * K * V + tile_v * VT, packed);
+#if WGMMA
+    fence_async();
+#endif
     __syncthreads();
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c = lane & 3, g = lane >> 2;
     const int hq = h / (hv / hk);
     float4* weights = (float4*)(packed + VT / 8 * KS * 32) + (warp * 8 + g) * DEPTH;
-    for (int tile = begin + (split * WARPS + warp) * 8; tile < end; tile += splits * WARPS * 8) {
-        const bool live = tile + g < end;
-        const int row = live ? tile + g : end - 1;
+    for (int tile = begin + (split * GROUPS + warp / 4) * 32; tile < end; tile += splits * GROUPS * 32) {
+        const bool live = tile + warp % 4 * 8 + g < end;
+        const int row = live ? tile + warp % 4 * 8 + g : end - 1;
         const unsigned short* own = window + (i64)row * channels;
         uint4 q[KP], k[KP];
         float qq = 0.f, kk = 0.f, qk = 0.f;
@@ -201,21 +257,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) replay(
         const i64 mine = (i64)into * slots + row;
 #pragma unroll 1
         for (int half = 0; half < VT / VH; half++) {
+            __syncwarp();
             const int column = h * V + tile_v * VT + half * VH + 8 * c;
             float u[NT][4];
 #pragma unroll
             for (int j = 0; j < NT; j++) u[j][0] = u[j][1] = u[j][2] = u[j][3] = 0.f;
+#if WGMMA
+            const u64 hi = descriptor(packed) + half * 2 * (K / 8) * (LEAD >> 4), lo = hi + K / 8 * (LEAD >> 4);
+            wgmma_begin();
+#endif
 #pragma unroll
             for (int s = 0; s < KS; s++) {
                 const u32 a0 = s & 1 ? q[s / 2].z : q[s / 2].x, a2 = s & 1 ? q[s / 2].w : q[s / 2].y;
                 const u32 a1 = s & 1 ? k[s / 2].z : k[s / 2].x, a3 = s & 1 ? k[s / 2].w : k[s / 2].y;
+#if WGMMA
+                wgmma(u, a0, a1, a2, a3, hi + s * 2 * (LEAD >> 4), 1);
+                wgmma(u, a0, a1, a2, a3, lo + s * 2 * (LEAD >> 4), 1);
+#else
 #pragma unroll
                 for (int j = 0; j < NT; j++) {
                     const uint4 b = packed[((half * NT + j) * KS + s) * 32 + lane];
                     mma(u[j], a0, a1, a2, a3, b.x, b.y);
                     mma(u[j], a0, a1, a2, a3, b.z, b.w);
                 }
+#endif
             }
+#if WGMMA
+            wgmma_end();
+#endif
 #pragma unroll
             for (int j = 0; j < NT; j++) u[j][0] *= rq, u[j][1] *= rq, u[j][2] *= rk, u[j][3] *= rk;
 
@@ -256,31 +325,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) replay(
                     o[2 * w] = decay * x[0] + d0 * qk, o[2 * w + 1] = decay * x[1] + d1 * qk;
                     dd[w] = pack_half(held(d0), held(d1));
                 }
-                if (!live) continue;
-                if (into >= 0) *(uint4*)(write + 32 * J) = make_uint4(dd[0], dd[1], dd[2], dd[3]);
+                if (live) {
+                    if (into >= 0) *(uint4*)(write + 32 * J) = make_uint4(dd[0], dd[1], dd[2], dd[3]);
 #if OUT32
-                float4* to = (float4*)((float*)out + at + 32 * J);
-                to[0] = make_float4(o[0], o[1], o[2], o[3]), to[1] = make_float4(o[4], o[5], o[6], o[7]);
+                    float4* to = (float4*)((float*)out + at + 32 * J);
+                    to[0] = make_float4(o[0], o[1], o[2], o[3]), to[1] = make_float4(o[4], o[5], o[6], o[7]);
 #else
-                *(uint4*)((unsigned short*)out + at + 32 * J) =
-                    make_uint4(pack(o[0], o[1]), pack(o[2], o[3]), pack(o[4], o[5]), pack(o[6], o[7]));
+                    *(uint4*)((unsigned short*)out + at + 32 * J) =
+                        make_uint4(pack(o[0], o[1]), pack(o[2], o[3]), pack(o[4], o[5]), pack(o[6], o[7]));
 #endif
+                }
+            }
+        }
+        if (live && into >= 0 && tile_v == 0) {
+            if (c == 0) alpha[mine * hv + h] = decay;
+            if (h % (hv / hk) == 0) {  // one value head of a group writes the key
+#pragma unroll
+                for (int p = 0; p < KP; p++) {
+                    u32 y[4];
+#pragma unroll
+                    for (int w = 0; w < 4; w++) {
+                        float k0, k1;
+                        unpack(word(k[p], w), k0, k1);
+                        y[w] = pack_half(k0 * rk, k1 * rk);
+                    }
+                    *(uint4*)(key + (mine * hk + hq) * K + 32 * p + 8 * c) = make_uint4(y[0], y[1], y[2], y[3]);
+                }
             }
         }
         __syncwarp();  // the next tile writes the coefficients anew
-        if (!live || into < 0 || tile_v) continue;
-        if (c == 0) alpha[mine * hv + h] = decay;
-        if (h % (hv / hk)) continue;  // one value head of a group writes the key
-#pragma unroll
-        for (int p = 0; p < KP; p++) {
-            u32 x[4];
-#pragma unroll
-            for (int w = 0; w < 4; w++) {
-                float k0, k1;
-                unpack(word(k[p], w), k0, k1);
-                x[w] = pack_half(k0 * rk, k1 * rk);
-            }
-            *(uint4*)(key + (mine * hk + hq) * K + 32 * p + 8 * c) = make_uint4(x[0], x[1], x[2], x[3]);
-        }
     }
 }

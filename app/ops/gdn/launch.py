@@ -71,6 +71,7 @@ def fused_replay(
     compact: bool = False,
     into: int | None,
     dtype: torch.dtype = torch.float32,
+    portable: bool = False,
 ) -> Tensor:
     """One decode step of every row: unit keys and queries, `replay`, and the records' slots, in one launch.
 
@@ -81,6 +82,7 @@ def fused_replay(
     row_start  [R + 1], ancestry [N, t - 1] int32, both on the device; first, compact: see `replay`
     into       the slots (into, 0..N-1) are written; None = none
     dtype      of the output: float32 or the window's
+    portable   use what every GPU since compute capability 8.0 has, on 9.0 too, where warpgroup products are quicker
     Returns o [N, HV, V]. Raises ValueError with the reason of `unfit`. q, k are exact operands; S_ctx is rounded to two
     16-bit terms (relative 2^-17), delta and k to float16 in their slots only.
     """
@@ -93,7 +95,9 @@ def fused_replay(
     out = torch.empty((n, hv, v), dtype=dtype, device=window.device)
     if not n:
         return out
-    kernel = _compiled(window.device.index or 0, k, v, window.dtype == torch.bfloat16, dtype == torch.float32)
+    wgmma = not portable and torch.cuda.get_device_capability(window.device) == (9, 0)
+    bf16, out32 = window.dtype == torch.bfloat16, dtype == torch.float32
+    kernel = _compiled(window.device.index or 0, k, v, bf16=bf16, out32=out32, wgmma=wgmma)
     operands = [window.contiguous(), log_alpha.contiguous(), beta.contiguous(), s_ctx.contiguous(), *records]
     start, tree = row_start.to(torch.int32).contiguous(), ancestry.to(torch.int32).contiguous()
     for name, tensor in zip(Records._fields, records, strict=True):
@@ -120,15 +124,16 @@ def _launch(kernel: _Kernel, grid: tuple[int], arguments: list[Any]) -> None:
 
 
 @cache
-def _compiled(device: int, k: int, v: int, bf16: bool, out32: bool) -> _Kernel:
+def _compiled(device: int, k: int, v: int, *, bf16: bool, out32: bool, wgmma: bool) -> _Kernel:
     """Once for each device and shape; NVRTC needs no toolkit, since the source includes nothing."""
     import cupy  # noqa: PLC0415
 
     columns, warps, resident = (128, 8, 2) if k == 128 else (64, 4, 3)
-    flags = {"K": k, "V": v, "VT": columns, "BF16": int(bf16), "OUT32": int(out32)}
+    flags = {"K": k, "V": v, "VT": columns, "BF16": int(bf16), "OUT32": int(out32), "WGMMA": int(wgmma)}
     source = Path(__file__).with_name("kernel.cu").read_text("utf-8")
     with cupy.cuda.Device(device):
-        module = cupy.RawModule(code=source, options=("--std=c++17", *(f"-D{name}={x}" for name, x in flags.items())))
+        options = ["--std=c++17", *(f"-D{name}={x}" for name, x in flags.items())]
+        module = cupy.RawModule(code=source, options=(*options, *(["-arch=sm_90a"] if wgmma else [])))
         function = module.get_function("replay")
         memory = k * columns * 4 + warps * 8 * DEPTH * 16
         function.max_dynamic_shared_size_bytes = memory
