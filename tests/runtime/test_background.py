@@ -1,0 +1,101 @@
+"""Background threads and the server's own files."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+import weakref
+
+import pytest
+
+from app.policies.last_good import Kept
+from app.policies.source import Source
+from app.runtime import state_dir
+from app.runtime.background import Background
+
+
+async def test_calls_run_in_order_and_give_what_they_gave():
+    background = Background("test")
+    seen = []
+    results = await asyncio.gather(*(background.run(lambda n=n: seen.append(n) or n) for n in range(20)))
+    assert results == seen == list(range(20))
+    with pytest.raises(ZeroDivisionError):
+        await background.run(lambda: 1 // 0)
+    assert await background.run(lambda: threading.current_thread().name) == "widebeam-test"
+    background.close()
+    assert "widebeam-test" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_whoever_does_not_wait_any_more_disturbs_nobody():
+    background, entered, go = Background("test"), threading.Event(), threading.Event()
+    task = asyncio.create_task(background.run(lambda: (entered.set(), go.wait(10))))
+    await asyncio.to_thread(entered.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go.set()
+    assert await background.run(lambda: 5) == 5
+    background.close()
+
+
+async def test_an_idle_thread_holds_nothing_in_memory():
+    class Big:
+        pass
+
+    background, big = Background("test"), Big()
+    gone = weakref.ref(big)
+    assert await background.run([big].copy)
+    del big
+    await background.run(lambda: None)
+    gc.collect()
+    assert gone() is None
+    background.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "setpriority") or os.uname().sysname != "Linux", reason="threads have no priority")
+async def test_only_heavy_threads_give_way():
+    heavy, light = Background("heavy", heavy=True), Background("light")
+    nice = [await one.run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) for one in (heavy, light)]
+    assert nice[0] > nice[1] == os.getpriority(os.PRIO_PROCESS, 0)
+    heavy.close()
+    light.close()
+
+
+def test_a_load_that_takes_long_does_not_keep_a_server_from_ending():
+    background, go = Background("test"), threading.Event()
+    background._work.put(lambda: go.wait(30))
+    began = time.monotonic()
+    background.close()
+    assert time.monotonic() - began < 10
+    go.set()
+
+
+def kept(name, text):
+    return Kept(name, {name: Source(f"policies/{name}.yaml", text.encode())})
+
+
+def test_last_good_texts_come_back_and_what_is_gone_goes(tmp_path):
+    first = {"a": kept("a", "1"), "experiments/x": kept("experiments/x", "2")}
+    state_dir.save_last_good(tmp_path, first, {})
+    assert state_dir.load_last_good(tmp_path) == first
+    second = {"a": kept("a", "3")}
+    state_dir.save_last_good(tmp_path, second, first)
+    assert state_dir.load_last_good(tmp_path) == second
+    (tmp_path / "last_good" / "a.json").write_text("{")
+    assert state_dir.load_last_good(tmp_path) == {}
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
+    state_dir.write(tmp_path / "pin.json", b"old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        state_dir.write(tmp_path / "pin.json", b"new")
+    assert state_dir.read(tmp_path / "pin.json") == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["pin.json"]
