@@ -116,11 +116,17 @@ def fused_replay(
 
 
 def _launch(kernel: _Kernel, grid: tuple[int], arguments: list[Any]) -> None:
+    with _stream(torch.cuda.current_stream().cuda_stream):
+        kernel.function(grid, (kernel.rows * 4,), tuple(arguments), shared_mem=kernel.memory)
+
+
+@cache
+def _stream(pointer: int) -> Any:
+    """One of torch's streams as CuPy takes it. `Stream.from_external`, which is to follow `ExternalStream`, destroys
+    the stream when it is collected itself (CuPy 14)."""
     import cupy  # noqa: PLC0415  there is none on a CPU
 
-    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-    with stream:
-        kernel.function(grid, (kernel.rows * 4,), tuple(arguments), shared_mem=kernel.memory)
+    return cupy.cuda.ExternalStream(pointer)
 
 
 @cache
