@@ -231,16 +231,23 @@ class _Checker:
             self.found.add("T011", place.span, "a text is compared only with a field that is text")
         elif left == right == "text" and isinstance(node, Compare) and node.op not in ("==", "!="):
             self.found.add("T011", node.span, f"texts are not compared with `{node.op}`", "use ==, != or in")
-        elif isinstance(node, Compare) and isinstance(node.right, Text):
+        elif isinstance(node, OneOf):
+            for value in node.values:
+                self.label(node.left, value, node.span)
+        elif isinstance(node.right, Text):
             self.label(node.left, node.right.value, node.right.span)
         return "condition"
 
     def label(self, field: Expr, value: str, span: Span) -> None:
         """A category has only its declared values."""
         column = self.facts.get(f"{field.space}.{field.name}") if isinstance(field, Field) else None
-        if column is not None and column.labels and value not in column.labels:
-            hint = suggest(value, column.labels)
-            self.found.add("T002", span, f"{column.key} has no value `{value}` in this deployment", hint)
+        if column is None or column.form != "text" or column.space == "ctx" or value in column.labels:
+            return
+        if column.labels:
+            message, hint = f"{column.key} has no value `{value}` in this deployment", suggest(value, column.labels)
+        else:
+            message, hint = f"{column.key} has too many values to be compared with one", "it can be a group of `quota`"
+        self.found.add("T002", span, message, hint)
 
     # ---- operators -------------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ def group_of(node: Expr, step: int, sizes: tuple[int, ...], facts: Facts) -> Gro
                     column.fixed,
                     False,
                     True,
-                    len(column.labels) + 1,
+                    len(column.labels) + 1 if column.labels else None,
                     lambda _, extra: extra[column.key] + 1,
                 )
             return Group(text, None, column.fixed, False, False, 1, lambda _, extra: _flag(extra[column.key]))

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from app.core import Ranked
 from app.policies.plan import FinalInputs, FinalProgram
+from app.runtime.columns import item_columns
 from app.runtime.job import Job
 from app.runtime.state import BatchState
 from app.vocab.vocab import Vocab
@@ -58,17 +59,23 @@ def _one(
         owner, items = owner[kept], items[kept]
     rows = live[owner]
     if job.plan.final is not None:
-        return _finished(job, job.plan.final, items, score[rows], sids[rows])
+        return _finished(job, job.plan.final, items, score[rows], sids[rows], vocab)
     best = np.argsort(-score[rows], kind="stable")[: min(job.request.k, job.plan.limit)]  # ties stay in search order
     return Ranked(items[best], score[rows][best], sids[rows][best].astype(np.int32))
 
 
-def _finished(job: Job, program: FinalProgram, items: Int64s, score: npt.NDArray[np.float32], sids: Int64s) -> Ranked:
+def _finished(
+    job: Job,
+    program: FinalProgram,
+    items: Int64s,
+    score: npt.NDArray[np.float32],
+    sids: Int64s,
+    vocab: Vocab,
+) -> Ranked:
     """The list of a policy whose `final` does more than expand and cut."""
     seen = job.seen.items if job.seen is not None else np.empty(0, np.int64)
-    inputs = FinalInputs(
-        score, items, sids.astype(np.int32), np.isin(items, seen) if "seen" in program.uses else None, {}
-    )
+    is_seen = np.isin(items, seen) if "seen" in program.uses else None
+    inputs = FinalInputs(score, items, sids.astype(np.int32), is_seen, item_columns(vocab, program.uses, items))
     listed = program.run(inputs, dict(zip(job.plan.structure.params, job.plan.params, strict=True)))
     best = listed.index[: job.request.k]
     return Ranked(items[best], listed.score[: job.request.k], inputs.sid[best])

@@ -15,7 +15,7 @@ from typing import Final
 from app.core import Contract
 from app.policies.assign import Traffic
 from app.policies.cache import Cache
-from app.policies.check_contract import Catalogue
+from app.policies.facts import Catalogue
 from app.policies.last_good import Kept
 from app.policies.load import Folder, PolicySet, compile_folder
 from app.runtime.status import now_iso
@@ -34,12 +34,12 @@ Compile = Callable[[Folder, Mapping[str, Kept]], PolicySet]
 """`policies.load.compile_folder` for the contract and the catalogue at hand: (files, last good texts) to policies."""
 
 
-def compiler(contract: Contract, prefixes: tuple[int, ...], cache: Cache, running: Traffic | None = None) -> Compile:
+def compiler(contract: Contract, catalogue: Catalogue, cache: Cache, running: Traffic | None = None) -> Compile:
     """How a folder becomes policies for a contract and a catalogue. running: the traffic of the same contract that the
     new one follows."""
 
     def compile_(folder: Folder, good: Mapping[str, Kept]) -> PolicySet:
-        return compile_folder(folder, contract, Catalogue(prefixes), last_good=good, cache=cache, running=running)
+        return compile_folder(folder, contract, catalogue, last_good=good, cache=cache, running=running)
 
     return compile_
 
@@ -85,6 +85,11 @@ class InForce:
         """What is wrong by policy, as text; "" for what belongs to no policy."""
         gone = dict.fromkeys(self.gone, "the file is gone")
         return {**gone, **dict(self.policies.rejections()), **self.faults}
+
+    def texts(self) -> dict[str, Kept]:
+        """What each policy that serves was made of, by policy id."""
+        loaded = self.policies.policies.values()
+        return {one.plan.policy_id: one.kept for one in loaded if one.plan is not None and one.kept is not None}
 
     def without(self, failed: Mapping[str, str], before: InForce | None, clock: float) -> InForce:
         """The same state with the older plans of policies that failed when they were tried."""

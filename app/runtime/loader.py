@@ -22,6 +22,7 @@ from app.engine.weights import read_entries, resolve_precision
 from app.errors import Rejected
 from app.policies.cache import Cache
 from app.policies.load import PolicySet, snapshot
+from app.runtime.columns import catalogue_of
 from app.runtime.contract import make_contract
 from app.runtime.desired import Chosen, Option, choose, usable, wishes
 from app.runtime.in_force import InForce, compiler, renew
@@ -142,7 +143,7 @@ class _Gate:
                 self._note(kind, version, State.WAITING, reason=Reason("requires", why))
             self._note("weights", one.version, State.ACTIVE, digest=one.digest)
             self._note("vocab", other.version, State.ACTIVE, digest=other.digest)
-            return parts.snapshot(self._policies(parts.contract, parts.trie)).having(takedowns=self._takedowns(seen))
+            return parts.snapshot(self._policies(parts.contract, parts.vocab)).having(takedowns=self._takedowns(seen))
 
     def _look(self, seen: Survey) -> None:
         for kind, found in seen.candidates.items():
@@ -205,12 +206,12 @@ class _Gate:
     ) -> None:
         self._notes[kind, version] = ArtifactStatus(kind, version, state, now_iso(), digest, reason)
 
-    def _policies(self, contract: Contract, trie: DeviceTrie) -> PolicySet:
+    def _policies(self, contract: Contract, vocab: Vocab) -> PolicySet:
         """The policies of the root; a default that cannot serve keeps the server from being ready."""
         folder, state = self._root / "policies", self._root / self._deployment.server.state_dir
         listing = scan(folder)  # before the files are read: what changes meanwhile is a change to whoever watches
         files = snapshot(folder, "policies")
-        compile_ = compiler(contract, trie.prefixes, Cache())
+        compile_ = compiler(contract, catalogue_of(vocab), Cache())
         self.in_force = renew(None, files, listing, compile_, self._clock(), load_last_good(state))
         for name, text in self.in_force.problems().items():
             self._log.error("policy_rejected", policy=name, diagnostics=text)

@@ -17,6 +17,7 @@ from app.policies.last_good import Kept
 from app.policies.source import Source
 from app.runtime import state_dir
 from app.runtime.background import Background
+from app.runtime.columns import catalogue_of
 from app.runtime.in_force import InForce, compiler, document, renew
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
@@ -104,7 +105,7 @@ class PolicyUpdates:
         state, active = self._started(), self._runtime.active
         same = active is not None and active.contract.id == snapshot.contract.id
         running = state.policies.traffic if same else None
-        compile_ = compiler(snapshot.contract, snapshot.trie.prefixes, self._cache, running)
+        compile_ = compiler(snapshot.contract, catalogue_of(snapshot.vocab), self._cache, running)
         return await self._background.run(lambda: renew(state, state.disk, state.listing, compile_, self._clock()))
 
     async def check_text(self, name: str, text: str) -> dict[str, object]:
@@ -114,7 +115,7 @@ class PolicyUpdates:
             raise NotReady("there is no contract to check against yet")
         source = Source(f"{SHOWN}/{name}.yaml", text.encode("utf-8", "surrogatepass"))
         folder = replace(state.folder, sources={**state.folder.sources, name: source})
-        compile_ = compiler(active.contract, active.trie.prefixes, Cache(), active.policies.traffic)
+        compile_ = compiler(active.contract, catalogue_of(active.vocab), Cache(), active.policies.traffic)
         loaded = (await self._background.run(lambda: compile_(folder, {}))).policies[name]
         return {
             "ok": not loaded.errors,
@@ -127,7 +128,7 @@ class PolicyUpdates:
     async def _renewed(self, active: Snapshot, folder: load.Folder, listing: Listing) -> InForce:
         before, compile_ = (
             self.in_force,
-            compiler(active.contract, active.trie.prefixes, self._cache, active.policies.traffic),
+            compiler(active.contract, catalogue_of(active.vocab), self._cache, active.policies.traffic),
         )
         began = time.perf_counter()
         state = await self._background.run(lambda: renew(before, folder, listing, compile_, self._clock(), self._saved))
@@ -160,6 +161,7 @@ class PolicyUpdates:
         try:
             state_dir.save_last_good(self._state_dir, state.kept, self._saved)
             self._saved = state.kept
+            state_dir.save_policies(self._state_dir, state.texts())
         except OSError as error:
             self._log.warning("last_good_not_saved", reason=error.strerror)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from app.policies.cache import Cache
+from app.policies.facts import Catalogue
 from app.policies.load import Folder
 from app.policies.source import Source
 from app.runtime.in_force import GRACE_S, InForce, compiler, document, renew
@@ -32,7 +33,9 @@ class Server:
     def read(self, texts, after=0.0, rules=None, listing=THERE, refused=(), kept=None, limits=CONTRACT) -> InForce:
         self.clock += after
         files = {name: Source(f"policies/{name}.yaml", text.encode()) for name, text in texts.items()}
-        compile_ = compiler(limits, (8, 64, 512), self.cache, self.state.policies.traffic if self.state else None)
+        compile_ = compiler(
+            limits, Catalogue((8, 64, 512)), self.cache, self.state.policies.traffic if self.state else None
+        )
         self.state = renew(self.state, Folder(files, rules, refused), listing, compile_, self.clock, kept)
         return self.state
 
