@@ -18,7 +18,7 @@ Precision = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 
 
 class SidConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How an SID is written. sizes: codes of each step. token_base, tokens, prefix: token models only (docs/models.md)."""
+    """How an SID is written. sizes: codes of each step. The others are for token models (docs/models.md)."""
 
     sizes: tuple[Annotated[int, Meta(ge=1, le=2**24)], ...]
     token_base: tuple[Natural, ...] | None = None

@@ -112,7 +112,7 @@ class Rows(NamedTuple):
     codes      [N] int32       the code chosen at step t - 1; 0 at step 1 (the BOS row) and for tombstones
     request    [N] int32       which request of the batch; non-decreasing
     row_start  [R + 1] int32   rows row_start[r]:row_start[r + 1] belong to request r
-    ancestry   [N, t - 1] int32  column j - 1 is the slot of step j that belongs to the row's prefix: h_t(b, j), OneLA 3.3
+    ancestry   [N, t - 1] int32  column j - 1: the slot of step j that is the row's; h_t(b, j) of OneLA 3.3
     compact    True where ancestry is the identity (RecoGEM 3.2's compaction has moved the state): engines may then
                read slots 0..N-1 directly
     full       whether some policy of the batch normalises over everything the model can emit; where False, the
@@ -267,7 +267,7 @@ class Exposure(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """Milliseconds: waiting in the queue, context stage, decode + selection of all steps + final, admission to answer."""
+    """Milliseconds: waiting in the queue, context stage, all steps and the final list, admission to answer."""
 
     queue: float
     context: float

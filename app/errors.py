@@ -27,7 +27,7 @@ from typing import ClassVar
 
 
 class WidebeamError(Exception):
-    """An error with a stable `code`. `path` names the place in the input (`$.context.history[1]`) where there is one."""
+    """An error with a stable `code`. `path`, where there is one, is the place in the input: `$.context.history[1]`."""
 
     code: str = "error"
     retryable: ClassVar[bool] = False

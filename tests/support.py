@@ -186,7 +186,8 @@ def write_root(
     root.mkdir(parents=True, exist_ok=True)
     widths = ", ".join(["64"] * len(sizes))
     (root / "deployment.toml").write_text(
-        f'family = "onerec"\ndevice = "cpu"\n{extra}\n[sid]\nsizes = {list(sizes)}\n[limits]\nwidths = [{widths}]\n{limits}\n'
+        f'family = "onerec"\ndevice = "cpu"\n{extra}\n[sid]\nsizes = {list(sizes)}\n'
+        f"[limits]\nwidths = [{widths}]\n{limits}\n"
         '[server]\nport = 0\nadmin_port = 0\nadmin_auth = "none"\npolicy_override = true\ndrain_delay_s = 0.05\n'
     )
     write_weights(root, onerec_config(sizes), onerec_weights(onerec_config(sizes), seed))

@@ -77,7 +77,7 @@ def script(context: typer.Context, name: str) -> None:
     """Run bench/NAME.py of the clone with the remaining arguments."""
     known = {file.stem.replace("_", "-"): file.stem for file in sorted(CLONE.glob("bench/[!_]*.py"))}
     if name not in known:
-        where = f"known here: {', '.join(['load', *known])}" if known else "other names than `load` need a clone's bench/"
+        where = f"known here: {', '.join(['load', *known])}" if known else "other names need a clone's bench/"
         say(f"no measurement `{name}`; {where}")
         raise typer.Exit(2)
     path = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))

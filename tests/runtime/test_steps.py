@@ -48,13 +48,13 @@ def item_scores(vocab, history, normalize="full", sizes=SIZES):
     with torch.no_grad():
         steps = reference(pad_history([codes], config.history), sids[None, :, :-1])
     scores = torch.zeros(len(vocab), dtype=torch.float64)
-    for t, logits in enumerate(steps):
-        logits = logits[0].double()
+    for t, step in enumerate(steps):
+        logits = step[0].double()
         if normalize == "valid":
             legal = torch.zeros(logits.shape, dtype=torch.bool)
             for row, sid in enumerate(sids):
                 legal[row, sids[(sids[:, :t] == sid[:t]).all(1), t]] = True
-            logits = logits.masked_fill(~legal, -torch.inf)
+            logits.masked_fill_(~legal, -torch.inf)
         scores += torch.log_softmax(logits, 1)[torch.arange(len(sids)), sids[:, t]]
     return scores.numpy()
 
@@ -349,7 +349,7 @@ def test_requests_leave_at_the_next_step_and_the_others_do_not_notice():
 
 
 def test_a_model_that_writes_nonsense_fails_that_request_alone():
-    deployment, vocab, snapshot = world()
+    deployment, _, snapshot = world()
 
     class Bad(Spy):
         def step(self, t, rows, arena):

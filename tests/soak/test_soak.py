@@ -71,8 +71,7 @@ def test_nothing_grows_under_load_departures_and_nonsense(tmp_path):
         seen = load(server, SECONDS, seed=1)
         server.until(lambda: server.status()["queue"]["in_flight"] == 0, "idle")
         after = resources(server.process.pid)
-        print(f"{seen} {before} -> {after}")
-        assert seen["200"] > 100
+        assert seen["200"] > 100, seen
         assert after["kib"] < 1.05 * before["kib"] + 4096
         assert after["files"] <= before["files"] + CLIENTS
         assert after["threads"] <= before["threads"]
