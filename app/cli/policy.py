@@ -10,11 +10,14 @@ import typer
 import app as package
 from app.cli.deployment import read_deployment
 from app.cli.output import JsonFlag, print_json, say
+from app.cli.policy_diff import diff
+from app.cli.policy_plan import plan as plan_command
 from app.core import Contract
 from app.policies.compile import check_policy, lower
 from app.policies.diagnostics import Diagnostic, render
 from app.policies.explain import explain as explained
 from app.policies.explain import explain_text
+from app.policies.facts import Catalogue
 from app.policies.format import fmt as formatted
 from app.policies.load import Folder, compile_folder, snapshot
 from app.policies.plan import Plan
@@ -22,7 +25,10 @@ from app.policies.resolve import Library, Policy
 from app.policies.rules import RULES
 from app.policies.schema import schema as policy_schema
 from app.policies.source import Source
+from app.runtime.columns import catalogue_of
+from app.runtime.desired import wishes
 from app.runtime.loader import load_contract
+from app.vocab.artifact import load_vocab
 
 app = typer.Typer(help="Check and explain selection policies.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -39,11 +45,11 @@ def check(
     as_json: JsonFlag = False,
 ) -> None:
     """Check policy files. Exit 0 all good, 1 errors found, 2 wrong usage. Warnings alone exit 0."""
-    contract = contract_of(root)
+    contract, catalogue = deployed(root)
     findings: list[Diagnostic] = []
     for path in paths or [root / "policies"]:
         folder, names = _folder(path)
-        loaded = compile_folder(folder, contract)
+        loaded = compile_folder(folder, contract, catalogue)
         for name in names:
             findings += [one for one in loaded.policies[name].findings if one not in findings]
         if path.is_dir() or path.name == "traffic.yaml":
@@ -66,12 +72,12 @@ def explain(
     as_json: JsonFlag = False,
 ) -> None:
     """Print what a policy does at each step, and where each value came from."""
-    contract = contract_of(root)
-    resolved, plan = _plan(policy, root, contract)
+    contract, catalogue = deployed(root)
+    resolved, plan = _plan(policy, root, contract, catalogue)
     if as_json:
-        print_json(explained(resolved, plan, contract))
+        print_json(explained(resolved, plan, contract, catalogue))
     else:
-        typer.echo(explain_text(resolved, plan, contract))
+        typer.echo(explain_text(resolved, plan, contract, catalogue))
 
 
 @app.command()
@@ -80,7 +86,7 @@ def show(
     root: Root = Path(),
 ) -> None:
     """Print the resolved policy and its ids as JSON."""
-    _, plan = _plan(policy, root, contract_of(root))
+    _, plan = _plan(policy, root, *deployed(root))
     ids = {
         "policy": plan.policy,
         "policy_id": plan.policy_id,
@@ -130,9 +136,15 @@ def fmt(
     raise typer.Exit(1 if unread or (check_only and changed) else 0)
 
 
-def contract_of(root: Path) -> Contract:
-    """The contract of a deployment root. Raises BadDeployment, Rejected."""
-    return load_contract(root, read_deployment(root))
+def deployed(root: Path) -> tuple[Contract, Catalogue | None]:
+    """The contract of a deployment root, and what its newest catalogue declares; None where there is none.
+
+    Raises BadDeployment, Rejected.
+    """
+    deployment = read_deployment(root)
+    contract = load_contract(root, deployment)
+    found = wishes(root, root / deployment.server.state_dir, "vocab").found
+    return contract, catalogue_of(load_vocab(found[0].directory, contract.sizes)) if found else None
 
 
 def _folder(path: Path) -> tuple[Folder, list[str]]:
@@ -144,15 +156,15 @@ def _folder(path: Path) -> tuple[Folder, list[str]]:
     return folder, list(folder.sources) if path.is_dir() else [one for one in folder.sources if one == path.stem]
 
 
-def _plan(policy: str, root: Path, contract: Contract) -> tuple[Policy, Plan]:
+def _plan(policy: str, root: Path, contract: Contract, catalogue: Catalogue | None) -> tuple[Policy, Plan]:
     """A policy by name or file, compiled; its findings go to stderr, and errors end the command."""
     path = Path(policy) if policy.endswith(".yaml") else root / "policies" / f"{policy}.yaml"
     folder, names = _folder(path)
     if not names:
         raise typer.BadParameter(f"{policy} is no policy")
-    resolved, found = check_policy(names[0], Library(folder.sources), contract)
+    resolved, found = check_policy(names[0], Library(folder.sources), contract, catalogue)
     if len(found):
         say(found.text())
     if found.errors:
         raise typer.Exit(1)
-    return resolved, lower(resolved, contract)
+    return resolved, lower(resolved, contract, catalogue)

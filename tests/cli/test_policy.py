@@ -7,13 +7,14 @@ from typer.testing import CliRunner
 
 from app.cli import policy
 from tests.policies.contracts import BASE, contract
+from tests.support import write_root
 
 BAD = "widebeam: 1\nextends: base\nsteps:\n  all:\n    score: parent + logpp\n"
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(policy, "contract_of", lambda root: contract())
+    monkeypatch.setattr(policy, "deployed", lambda root: (contract(), None))
     folder = tmp_path / "policies"
     folder.mkdir()
     (folder / "base.yaml").write_text(BASE)
@@ -114,3 +115,12 @@ def test_fmt_formats_in_place_and_checks_without_writing(run, tmp_path):
 
 def test_the_schema_is_printed_as_json(run):
     assert json.loads(run("schema").stdout)["title"] == "Widebeam selection policy"
+
+
+def test_a_real_root_gives_contract_and_catalogue(tmp_path, monkeypatch):
+    root = write_root(tmp_path / "root", policies={"list": "widebeam: 1\nfinal: {mask: item.stock > 1}\n"})
+    result = CliRunner().invoke(policy.app, ["check", "--root", str(root)])
+    assert result.exit_code == 1
+    assert "error T002: item has no `stock` in this deployment" in result.stdout
+    shown = CliRunner().invoke(policy.app, ["explain", "base", "--root", str(root)])
+    assert "planned=40" in shown.stdout  # 40 items
