@@ -4,36 +4,50 @@
 
 One random checkpoint (3 Gated DeltaNet layers and 1 full attention layer, d 128, 96 prompt tokens, 3 x 256 codes,
 10,000 items), the same catalogue and normalisation for everybody. Contestants take turns in one process and one thread
-count; what is reported are medians, and their quotients. The fair peer is an own loop over transformers' model that
-runs the prompt once and repeats its cache: what a careful user of transformers would write.
+count; reported are medians and their quotients. The fair peer is an own loop over transformers' model that runs the
+prompt once and repeats its cache for the beams: what a careful user of transformers would write.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import io
 import json
-import platform
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from app.cli.compose import Overrides, compose
-from app.core import HistoryIds, Request
-from app.runtime.runtime import Runtime
-from bench.peers import Catalogue, Found, Generate, Repeated
-from bench.setting import Setting, make_catalogue, make_histories, make_prompts, policy_name, write_root
+from bench import _report, _served
+from bench._peers import Catalogue, Found, Generate, Repeated
+from bench._setting import Setting, make_catalogue, make_histories, make_prompts, policy_name, write_root
+from bench.cpu import PROCESS, THREADS
 
 EPS = 3e-4
 CASES = ((8, 50), (1, 256))
+
+
+class HybridLoop(Repeated):
+    """`Repeated` for caches with recurrent states: a reorder repeats them, which `batch_repeat_interleave` cannot."""
+
+    def _decode(
+        self, cache: Any, tokens: Tensor, prompt: int, t: int, parent: Tensor, carried: Any
+    ) -> tuple[Tensor, Any]:
+        batch, width = tokens.shape
+        rows = torch.arange(batch).repeat_interleave(width)
+        if t > 1:
+            rows = (parent + carried * torch.arange(batch).unsqueeze(1)).reshape(-1)
+        cache.reorder_cache(rows)
+        position = torch.full((1, 1), prompt + t - 1)
+        out = self._model.model(tokens.reshape(-1, 1), position_ids=position, cache=cache, use_cache=True)
+        return out.last_hidden_state[:, -1], width
 
 
 def make_model(setting: Setting) -> Any:
@@ -52,32 +66,12 @@ def make_model(setting: Setting) -> Any:
     return qwen3_5.Qwen3_5ForCausalLM(config).eval()
 
 
-class HybridLoop(Repeated):
-    """`Repeated` for caches with recurrent states: a reorder repeats them, which `batch_repeat_interleave` cannot."""
-
-    def _decode(
-        self, cache: Any, tokens: torch.Tensor, prompt: int, t: int, parent: torch.Tensor, carried: Any
-    ) -> tuple[torch.Tensor, Any]:
-        batch, width = tokens.shape
-        rows = torch.arange(batch).repeat_interleave(width) if t == 1 else None
-        cache.reorder_cache((parent + carried * torch.arange(batch).unsqueeze(1)).reshape(-1) if rows is None else rows)
-        position = torch.full((1, 1), prompt + t - 1)
-        out = self._model.model(tokens.reshape(-1, 1), position_ids=position, cache=cache, use_cache=True)
-        return out.last_hidden_state[:, -1], width
-
-
-async def search(runtime: Runtime, histories: list[list[int]], width: int, sids: list[tuple[int, ...]]) -> Found:
-    """The answers of requests that arrive at once, as the peers give theirs."""
-    tickets = [
-        runtime.admit(
-            Request(str(n), HistoryIds(tuple(f"i{item}" for item in history)), width, policy=policy_name(width),
-                    received=time.monotonic())
-        )
-        for n, history in enumerate(histories)
-    ]  # fmt: skip
-    outcomes = [await ticket.outcome() for ticket in tickets]
+def search(runtime: _served.InProcess, histories: list[list[int]], width: int) -> Found:
+    """The answers of requests that arrive at once."""
+    asked = [_served.request([f"i{item}" for item in one], width, policy_name(width)) for one in histories]
+    outcomes = runtime.ask(asked)
     assert {one.batch_requests for one in outcomes} == {len(histories)}, "they were not one batch"
-    return [[(sids[int(item.id[1:])], item.score) for item in one.items] for one in outcomes]
+    return _served.found(outcomes)
 
 
 def check(ours: Found, theirs: Found) -> None:
@@ -86,67 +80,65 @@ def check(ours: Found, theirs: Found) -> None:
         np.testing.assert_allclose([score for _, score in mine], [score for _, score in other], atol=EPS, rtol=0)
 
 
-async def measure(args: argparse.Namespace, setting: Setting, root: Path) -> list[dict[str, Any]]:
+def measure(rounds: int, setting: Setting, root: Path) -> list[dict[str, Any]]:
     """All cases; contestants take turns inside a round."""
     model, sids = make_model(setting), make_catalogue(setting)
-    write_root(root, setting, model, sids, [width for _, width in CASES], max(count for count, _ in CASES))
-    file = root / "deployment.toml"
+    model.save_pretrained(root / "exported")
+    widths, most = [width for _, width in CASES], max(count for count, _ in CASES)
+    write_root(root / "root", setting, root / "exported", sids, widths, most)
+    file = root / "root" / "deployment.toml"
     file.write_text(file.read_text().replace('"qwen3"', '"qwen3_5"'))
-    log = io.BytesIO()
-    service = compose(root, Overrides(), log)
-    runtime, named = service.build(), [tuple(sid) for sid in sids.tolist()]
-    await runtime.start(service.load)
-    assert not runtime.reasons(), log.getvalue().decode()
-    torch.set_num_threads(args.threads)
     catalogue = Catalogue(sids, setting.sizes, setting.token_base)
-    peers = [Generate(model, catalogue), HybridLoop(model, catalogue)]
     results = []
-    for count, width in CASES:
-        histories = make_histories(setting, count)
-        prompts = make_prompts(setting, sids, histories)
-        times: dict[str, list[float]] = {"widebeam": [], **{peer.name: [] for peer in peers}}
-        for turn in range(args.rounds + 1):  # the first one warms up and is checked
-            begin = time.perf_counter()
-            ours = await search(runtime, histories, width, named)
-            times["widebeam"].append(time.perf_counter() - begin)
-            for peer in peers:
-                spent, theirs = timed(partial(peer.search, prompts, width))
-                times[peer.name].append(spent)
-                if not turn:
-                    check(ours, theirs)
-        median = {name: statistics.median(values[1:]) for name, values in times.items()}
-        results.append({
-            "B": count, "W": width, "median_ms": {name: 1e3 * value for name, value in median.items()},
-            "fastest_ms": {name: 1e3 * min(values[1:]) for name, values in times.items()},
-            "times_faster": {peer.name: median[peer.name] / median["widebeam"] for peer in peers},
-        })  # fmt: skip
-        print(json.dumps(results[-1]), flush=True)
-    await runtime.drained(10)
+    with _served.in_process(root / "root") as runtime:
+        torch.set_num_threads(THREADS)
+        for count, width in CASES:
+            histories = make_histories(setting, count)
+            prompts = make_prompts(setting, sids, histories)
+            peers = {peer.name: peer for peer in (Generate(model, catalogue), HybridLoop(model, catalogue))}
+            everybody: dict[str, Callable[[], Found]] = {
+                "widebeam": lambda h=histories, w=width: search(runtime, h, w),  # type: ignore[misc]
+                **{n: (lambda p=p, x=prompts, w=width: p.search(x, w)) for n, p in peers.items()},
+            }
+            results.append({"B": count, "W": width, **contest(everybody, rounds)})
+            print(json.dumps(results[-1]), flush=True)
     return results
 
 
-def timed(call: Callable[[], Found]) -> tuple[float, Found]:
-    """Seconds, and what came back."""
-    begin = time.perf_counter()
-    found = call()
-    return time.perf_counter() - begin, found
+def contest(everybody: dict[str, Callable[[], Found]], rounds: int) -> dict[str, Any]:
+    """Medians of rounds in which all run in turn; a first one warms up and is compared."""
+    times: dict[str, list[float]] = {name: [] for name in everybody}
+    expected: Found | None = None
+    for turn in range(rounds + 1):
+        for name, run in everybody.items():
+            begin = time.perf_counter()
+            found = run()
+            times[name].append(1e3 * (time.perf_counter() - begin))
+            if not turn:
+                check(expected or found, found)
+                expected = found
+    median = {name: statistics.median(values[1:]) for name, values in times.items()}
+    return {
+        "median_ms": {name: round(value, 2) for name, value in median.items()},
+        "fastest_ms": {name: round(min(values[1:]), 2) for name, values in times.items()},
+        "times_faster": {name: round(value / median["widebeam"], 2) for name, value in median.items()},
+    }
 
 
 def main() -> None:
-    """Measure and write the table."""
+    """Measure under `bench.cpu`'s process settings and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    setting = Setting()
+    if any(os.environ.get(name) != value for name, value in PROCESS.items()):
+        os.execve(sys.executable, [sys.executable, "-m", "bench.gdn_cpu", *sys.argv[1:]], os.environ | PROCESS)
+    about = _report.settings(PROCESS, THREADS)
     with tempfile.TemporaryDirectory() as root:
-        results = asyncio.run(measure(args, setting, Path(root)))
+        results = measure(args.rounds, Setting(), Path(root))
     if args.out:
-        about = {"cpu": platform.processor() or platform.machine(), "torch": torch.__version__, "threads": args.threads,
-                 "rounds": args.rounds, "setting": setting.__dict__}  # fmt: skip
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**about, "cases": results}, indent=1))
+        args.out.write_text(json.dumps({"settings": about, "rounds": args.rounds, "cases": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

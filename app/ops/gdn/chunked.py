@@ -75,7 +75,7 @@ def chunked_delta_rule(
     value = v[chunks.token].float().permute(0, 2, 1, 3).reshape(blocks, hk, group, size, width)
     gate = _by_head(beta, chunks, hk)
     decay = _by_head(log_alpha, chunks, hk).cumsum(3)  # [B, HK, G, C]
-    pair = (decay.unsqueeze(4) - decay.unsqueeze(3)).tril().exp_().tril_()
+    pair = (decay.unsqueeze(4) - decay.unsqueeze(3)).exp_().tril_()
     system = (key @ key.transpose(3, 4)) * pair * gate.unsqueeze(4)
     right = torch.cat([value, key * decay.exp().unsqueeze(4)], 4) * gate.unsqueeze(4)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
