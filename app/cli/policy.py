@@ -136,6 +136,10 @@ def fmt(
     raise typer.Exit(1 if unread or (check_only and changed) else 0)
 
 
+app.command("diff")(diff)
+app.command("plan")(plan_command)
+
+
 def deployed(root: Path) -> tuple[Contract, Catalogue | None]:
     """The contract of a deployment root, and what its newest catalogue declares; None where there is none.
 

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
-import httpx
 import typer
 
+from app.cli.admin import TIMEOUT_S, Admin, ServerSays, call
 from app.cli.output import JsonFlag, print_json, print_table
-from app.errors import WidebeamError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look at a server's snapshots, promote, roll back.")
-Admin = Annotated[str, typer.Option(help="The admin port, as http://host:port; WIDEBEAM_ADMIN_TOKEN holds the token")]
 Which = Annotated[str | None, typer.Argument(help="A snapshot's id, as `list` shows it")]
-TIMEOUT_S = 30.0
-
-
-class ServerSays(WidebeamError):
-    """What a server answered that is no success."""
 
 
 @app.command("list")
 def list_(admin: Admin, json: JsonFlag = False) -> None:
     """What is in memory, and what is asked for."""
-    found = _call(admin, "GET", "snapshots")
+    found = call(admin, "GET", "snapshots")
     if json:
         print_json(found)
         return
@@ -54,39 +46,39 @@ def promote(
     if (snapshot is None) == (weights is None and vocab is None):
         raise typer.BadParameter("name a snapshot, or versions")
     if snapshot is not None:
-        _decided(_call(admin, "POST", f"snapshots/{snapshot}:promote"), json)
+        _decided(call(admin, "POST", f"snapshots/{snapshot}:promote"), json)
         return
     versions = {kind: version for kind, version in (("weights", weights), ("vocab", vocab)) if version is not None}
-    _decided(_call(admin, "POST", f"snapshots:promote?wait={wait:g}", versions, TIMEOUT_S + wait), json)
+    _decided(call(admin, "POST", f"snapshots:promote?wait={wait:g}", versions, TIMEOUT_S + wait), json)
 
 
 @app.command()
 def rollback(admin: Admin, snapshot: Which = None, json: JsonFlag = False) -> None:
     """Go back to a snapshot in memory, without one to what served before, until `unpin`."""
     if snapshot is None:
-        kept = [one for one in _call(admin, "GET", "snapshots")["snapshots"] if one["state"] == "ready"]
+        kept = [one for one in call(admin, "GET", "snapshots")["snapshots"] if one["state"] == "ready"]
         before = sorted((one for one in kept if one["active_at"]), key=lambda one: str(one["active_at"]))
         if not before:
             raise ServerSays("nothing is kept that has served before")
         snapshot = str(before[-1]["id"])
-    _decided(_call(admin, "POST", f"snapshots/{snapshot}:rollback"), json)
+    _decided(call(admin, "POST", f"snapshots/{snapshot}:rollback"), json)
 
 
 @app.command()
 def pin(admin: Admin, snapshot: Which = None, json: JsonFlag = False) -> None:
     """Stay with a snapshot, without one with the active one: newer versions prepare, and wait."""
     if snapshot is None:
-        active = [one["id"] for one in _call(admin, "GET", "snapshots")["snapshots"] if one["state"] == "active"]
+        active = [one["id"] for one in call(admin, "GET", "snapshots")["snapshots"] if one["state"] == "active"]
         if not active:
             raise ServerSays("nothing serves yet")
         snapshot = active[0]
-    _decided(_call(admin, "POST", f"snapshots/{snapshot}:pin"), json)
+    _decided(call(admin, "POST", f"snapshots/{snapshot}:pin"), json)
 
 
 @app.command()
 def unpin(admin: Admin, json: JsonFlag = False) -> None:
     """Follow release.json, or the newest versions, again."""
-    found = _call(admin, "POST", "snapshots:unpin")
+    found = call(admin, "POST", "snapshots:unpin")
     if json:
         print_json(found)
     else:
@@ -99,22 +91,3 @@ def _decided(found: dict[str, Any], json: bool) -> None:
     else:
         pinned = ", ".join(f"{kind} {version}" for kind, version in found["pin"].items())
         typer.echo(f"{found['state']}: {found.get('snapshot', '')} pinned to {pinned}".replace(":  ", ": "))
-
-
-def _call(
-    admin: str, method: str, path: str, body: dict[str, str] | None = None, timeout_s: float = TIMEOUT_S
-) -> dict[str, Any]:
-    """One call of the admin port. Raises ServerSays with the server's own words."""
-    token = os.environ.get("WIDEBEAM_ADMIN_TOKEN")
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    url = f"{admin.rstrip('/')}/admin/v1/{path}"
-    try:
-        reply = httpx.request(method, url, json=body, headers=headers, timeout=timeout_s)
-        document = reply.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise ServerSays(f"{url}: {error or type(error).__name__}") from error
-    if reply.is_error:
-        error_body = document.get("error", {})
-        raise ServerSays(f"{error_body.get('code')}: {error_body.get('message')}", path=error_body.get("path"))
-    found: dict[str, Any] = document
-    return found

@@ -23,7 +23,7 @@ class Change(NamedTuple):
 
 class FileChange(NamedTuple):
     """A policy or an experiment by name. what: added | removed | changed | edited (other text, same answers) | same |
-    rejected (errors keep the new one from being served)."""
+    rejected (errors keep the new one from being served, the old one stays)."""
 
     name: str
     what: str
@@ -144,7 +144,7 @@ def _policy(name: str, before: PolicySet, after: PolicySet, built: set[str]) -> 
 
 def _experiment(name: str, before: PolicySet, after: PolicySet) -> FileChange:
     left, right = _experiment_parts(before.traffic, name), _experiment_parts(after.traffic, name)
-    if name in after.experiments and right is None:
+    if name in after.experiments and after.experiments[name].standing != "live":
         return FileChange(name, "rejected", None, None)
     if left is None or right is None:
         return FileChange(name, "added" if left is None else "removed", None, None)

@@ -88,8 +88,11 @@ class InForce:
 
     def texts(self) -> dict[str, Kept]:
         """What each policy that serves was made of, by policy id."""
-        loaded = self.policies.policies.values()
-        return {one.plan.policy_id: one.kept for one in loaded if one.plan is not None and one.kept is not None}
+        return {
+            one.plan.policy_id: one.kept
+            for name, one in self.policies.policies.items()
+            if one.plan is not None and one.kept is not None and name not in self.faults
+        }
 
     def without(self, failed: Mapping[str, str], before: InForce | None, clock: float) -> InForce:
         """The same state with the older plans of policies that failed when they were tried."""

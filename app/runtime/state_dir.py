@@ -12,6 +12,9 @@ from app.policies.last_good import Kept, decode, encode
 
 MAX_FILE: Final = 4 << 20
 LAST_GOOD: Final = "last_good"
+POLICIES: Final = "policies"
+MAX_POLICIES: Final = 50
+"""Policies that are kept by id, those in force not counted."""
 PIN: Final = "pin.json"
 KILLED: Final = "killed.json"
 
@@ -60,6 +63,25 @@ def load_last_good(state: Path) -> dict[str, Kept]:
         if kept is not None and _file(kept.name) == path.name:
             found[kept.name] = kept
     return found
+
+
+def save_policies(state: Path, live: Mapping[str, Kept]) -> None:
+    """Keep the texts of policies by their ids, so that an id in a log can be looked up. live: those in force; of the
+    others the newest stay. Raises OSError."""
+    folder = state / POLICIES
+    for policy_id, one in live.items():
+        path = folder / f"{policy_id}.json"
+        if not path.is_file():
+            write(path, encode(one))
+    others = [path for path in folder.glob("*.json") if path.stem not in live]
+    for path in sorted(others, key=lambda one: one.stat().st_mtime, reverse=True)[MAX_POLICIES:]:
+        path.unlink(missing_ok=True)
+
+
+def load_policy(state: Path, policy_id: str) -> Kept | None:
+    """The texts of a policy that served under an id (12 hex digits); None where they are not kept."""
+    data = read(state / POLICIES / f"{policy_id}.json")
+    return None if data is None else decode(data)
 
 
 def _file(name: str) -> str:

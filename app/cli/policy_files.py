@@ -1,0 +1,83 @@
+"""What commands about policies read: the deployment's contract and catalogue, folders, and policies by name, file or
+id."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+
+from app.cli.deployment import read_deployment
+from app.cli.output import say
+from app.config import Deployment
+from app.core import Contract
+from app.policies.diagnostics import render
+from app.policies.facts import Catalogue
+from app.policies.last_good import Kept
+from app.policies.load import Folder, PolicySet, compile_folder, snapshot
+from app.policies.plan import Plan
+from app.runtime.columns import catalogue_of
+from app.runtime.desired import wishes
+from app.runtime.loader import load_contract
+from app.runtime.state_dir import load_last_good, load_policy
+from app.vocab.artifact import load_vocab
+
+POLICY_ID = re.compile(r"[0-9a-f]{12}")
+
+
+class Deployed(NamedTuple):
+    """What policies are compiled for. catalogue None = the root has no vocab."""
+
+    root: Path
+    deployment: Deployment
+    contract: Contract
+    catalogue: Catalogue | None
+
+    @property
+    def state(self) -> Path:
+        """The server's own directory."""
+        return self.root / self.deployment.server.state_dir
+
+    def folder(self, directory: Path, last_good: Mapping[str, Kept] | None = None) -> PolicySet:
+        """A folder of policies, compiled; `last_good` texts stand in for broken ones."""
+        files = snapshot(directory, directory.as_posix())
+        return compile_folder(files, self.contract, self.catalogue, last_good=last_good)
+
+    def in_force(self) -> PolicySet:
+        """What a server on this root serves: its folder, and the last good text of what is broken in it."""
+        return self.folder(self.root / "policies", last_good=load_last_good(self.state))
+
+    def policy(self, policy: str) -> Plan:
+        """A policy by the name of a file of the root, by path, or by the id under which it has served; findings go to
+        stderr, and errors end the command."""
+        texts, name = self._texts(policy)
+        loaded = compile_folder(texts, self.contract, self.catalogue).policies[name]
+        if loaded.findings:
+            say(render(loaded.findings))
+        if loaded.plan is None:
+            if not loaded.errors:
+                say(f"{policy} is abstract: nothing serves it")
+            raise typer.Exit(1)
+        return loaded.plan
+
+    def _texts(self, policy: str) -> tuple[Folder, str]:
+        path = Path(policy) if policy.endswith(".yaml") else self.root / "policies" / f"{policy}.yaml"
+        if path.is_file():
+            folder = snapshot(path.parent, path.parent.as_posix())
+            if path.stem in folder.sources:
+                return folder, path.stem
+        kept = load_policy(self.state, policy) if POLICY_ID.fullmatch(policy) else None
+        if kept is None:
+            raise typer.BadParameter(f"{policy} is no policy, no file, and no id that was kept under {self.state}")
+        return Folder(kept.files), kept.name
+
+
+def deployed(root: Path) -> Deployed:
+    """The contract of a root's weights and the catalogue of its vocab. Raises BadDeployment, Rejected."""
+    deployment = read_deployment(root)
+    vocabs = wishes(root, root / deployment.server.state_dir, "vocab").found
+    catalogue = catalogue_of(load_vocab(vocabs[0].directory, deployment.sid.sizes)) if vocabs else None
+    return Deployed(root, deployment, load_contract(root, deployment), catalogue)
