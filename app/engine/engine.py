@@ -20,14 +20,18 @@ class Engine:
     device, dtype  where and in what the parameters are
     steps          L
     log_norm       whether step outputs carry `log_norm`
+    unread         tensors of the artifact that the family leaves alone (`Family.ignored`)
     """
 
-    def __init__(self, family: Family, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, family: Family, *, device: torch.device, dtype: torch.dtype, unread: tuple[str, ...] = ()
+    ) -> None:
         self._family = family
         self.device = device
         self.dtype = dtype
         self.steps = family.steps
         self.log_norm = family.log_norm
+        self.unread = unread
 
     @property
     def contexts(self) -> tuple[type, ...]:

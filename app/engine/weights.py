@@ -58,7 +58,8 @@ def load(
     module = family.build(ModelFiles(config, directory, shapes), sid, limits, dtype)
     _check_names(module, entries)
     _bind(module, entries, dtype, device)
-    return Engine(module, device=device, dtype=dtype)
+    unread = tuple(name for name in module.ignored() if name in entries)
+    return Engine(module, device=device, dtype=dtype, unread=unread)
 
 
 def resolve_precision(precision: Precision, device: torch.device) -> torch.dtype:

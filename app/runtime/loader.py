@@ -130,6 +130,8 @@ class _Gate:
             weights = self._load("weights", one, heavy, lambda path: read_weights(path, deployment, device))
             if weights is None:
                 continue
+            if unread := weights.engine.unread:
+                self._log.info("tensors_unread", version=one.version, tensors=len(unread), one_of_them=unread[0])
             vocab = self._load("vocab", other, words, lambda path: load_vocab(path, deployment.sid.sizes))
             if vocab is None:
                 continue

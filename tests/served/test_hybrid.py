@@ -58,6 +58,11 @@ def server(tmp_path_factory):
         yield running.ready()
 
 
+def test_the_log_says_that_the_vision_tower_is_not_read(server):
+    (line,) = [line for line in server.lines if line.get("event") == "tensors_unread"]
+    assert (line["version"], line["tensors"]) == ("v1", 2)
+
+
 def test_every_item_comes_once_and_a_narrow_beam_keeps_scores(server):
     scores = dict(server.items("i1", "i2", k=60))
     assert len(scores) == 60

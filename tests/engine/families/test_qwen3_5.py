@@ -347,6 +347,11 @@ def test_the_weight_specs_are_the_tensors_of_the_text_model(kind, tmp_path):
     assert specs == {name: tuple(tensor.shape) for name, tensor in hybrid.tensors(hybrid.config(kind)).items()}
 
 
+def test_what_is_not_read_is_told(tmp_path):
+    engine = hybrid.engine(hybrid.write(tmp_path, "qwen3_5"))
+    assert engine.unread == ("model.visual.pos_embed.weight", "mtp.norm.weight")
+
+
 def test_fused_projections_are_taken_apart_at_load(tmp_path):
     """The same model, stored as Qwen3.5 has it and as Qwen3-Next has it."""
     plain = hybrid.tensors(hybrid.config())
