@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
+import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from app.cli.compose import Overrides, Service, compose
 from app.cli.serve import run
+from app.policies.plan import Plan
 from app.runtime.live import Live
+from app.runtime.snapshot import Snapshot
 from tests.api.support import Reply, ask, get, until
 
 
@@ -97,4 +103,26 @@ async def live_server(root: Path, *, ready: bool = True) -> AsyncIterator[LiveSe
         assert server.events(name) == [], server.events(name)
 
 
-__all__ = ["LiveServer", "live_server", "until"]
+class Resources(NamedTuple):
+    """What a process holds. files: open descriptors · rss: bytes · objects: snapshots and plans that are alive."""
+
+    files: int
+    threads: int
+    tasks: int
+    rss: int
+    objects: int
+
+    @classmethod
+    def now(cls) -> Resources:
+        gc.collect()
+        kinds = (Snapshot, Plan)
+        alive = sum(type(one) in kinds for one in gc.get_objects())
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        names = [thread.name for thread in threading.enumerate() if "asyncio" not in thread.name]  # the executor's own
+        return cls(
+            len(list(Path("/proc/self/fd").iterdir())), len(names), len(asyncio.all_tasks()),
+            pages * os.sysconf("SC_PAGE_SIZE"), alive,
+        )  # fmt: skip
+
+
+__all__ = ["LiveServer", "Resources", "live_server", "until"]

@@ -126,12 +126,15 @@ class PolicyUpdates:
     # ---- putting in force --------------------------------------------------------------------------------------
 
     async def _renewed(self, active: Snapshot, folder: load.Folder, listing: Listing) -> InForce:
-        before, compile_ = (
-            self.in_force,
-            compiler(active.contract, catalogue_of(active.vocab), self._cache, active.policies.traffic),
-        )
+        before, traffic = self.in_force, active.policies.traffic
+        compile_ = compiler(active.contract, catalogue_of(active.vocab), self._cache, traffic)
+
+        def make() -> InForce:
+            self._cache.turn()
+            return renew(before, folder, listing, compile_, self._clock(), self._saved)
+
         began = time.perf_counter()
-        state = await self._background.run(lambda: renew(before, folder, listing, compile_, self._clock(), self._saved))
+        state = await self._background.run(make)
         self._metrics.policy_compile_seconds.observe(time.perf_counter() - began)
         return state
 

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from tests import support
-from tests.live_support import live_server
+from tests.live_support import Resources, live_server
 
 GOOD = "widebeam: 1\nwidths: [{0}, {0}, {0}]\n"
 
@@ -323,3 +323,36 @@ async def test_the_policies_are_in_the_metrics(tmp_path):
         assert len(live) == 2
         assert lines["widebeam_policy_structures"] in {"1.0", "2.0"}
         assert float(lines["widebeam_policy_compile_seconds_count"]) >= 1
+
+
+async def edits(server, number, every_bad=10):
+    """So many edits of a policy, each awaited; every tenth is bad. Answers are what they must be after each."""
+    file, good = server.root / "policies" / "p.yaml", 5
+    for n in range(number):
+        bad = n % every_bad == every_bad - 1
+        good = good if bad else 2 + n % 7
+        file.write_text(f"widebeam: 1\nbeam_widht: {n}\n" if bad else f"{GOOD.format(good)}# {n}\n")
+        reply = await server.post("policies:reload")
+        assert reply.status == (422 if bad else 200), reply.body
+        assert reply.json()["policies"]["p"]["state"] == ("stale" if bad else "live")
+        assert len((await server.recommend("i1", policy="p"))["items"]) == good
+
+
+async def test_edits_under_load_fail_nobody_and_leave_nothing_behind(tmp_path):
+    async with live_server(support.write_root(tmp_path, policies={"p": GOOD.format(5)})) as server:
+        clients = [Asking(server, name) for name in ("p", "base")]
+        tasks = [asyncio.create_task(client.run()) for client in clients]
+        await edits(server, 5)
+        before = Resources.now()
+        await edits(server, 15, every_bad=5)
+        after = Resources.now()
+        for client in clients:
+            client.going = False
+        await asyncio.gather(*tasks)
+        status = await server.status()
+        assert status["counters"]["failed"] == status["counters"]["refused"] == 0
+        assert after.files <= before.files + 4  # connections of this moment
+        assert after.threads <= before.threads
+        assert after.tasks <= before.tasks + 6
+        assert after.objects <= before.objects + 8
+        assert len(list((server.root / "state" / "last_good").iterdir())) == 2
