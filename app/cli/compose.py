@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 import msgspec
-import torch
 
 from app.cli.deployment import read_deployment
 from app.config import Deployment, Server, SidConfig
@@ -30,18 +29,27 @@ clock = time.monotonic
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the command line says instead of deployment.toml; None = as the file says."""
+    """What the command line says instead of deployment.toml; None = as the file says.
+
+    offline  for commands that try policies out: requests name their policy, and nothing is written down about them
+    """
 
     host: str | None = None
     port: int | None = None
     admin_port: int | None = None
     device: Device | None = None
+    offline: bool = False
 
     def apply(self, deployment: Deployment) -> Deployment:
         """The deployment with these values."""
         given = {"host": self.host, "port": self.port, "admin_port": self.admin_port}
         server = msgspec.structs.replace(deployment.server, **{k: v for k, v in given.items() if v is not None})
-        return msgspec.structs.replace(deployment, server=server, device=self.device or deployment.device)
+        deployment = msgspec.structs.replace(deployment, server=server, device=self.device or deployment.device)
+        if not self.offline:
+            return deployment
+        server = msgspec.structs.replace(server, policy_override=True)
+        log = msgspec.structs.replace(deployment.log, level="warning", requests=0.0, exposures=False)
+        return msgspec.structs.replace(deployment, server=server, log=log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +80,13 @@ def compose(root: Path, overrides: Overrides, stream: BinaryIO, *, tolerant: boo
     threads = deployment.server.threads or available_cores()
 
     def load() -> Loaded:
-        torch.set_num_threads(threads)
         if bad is not None:
             return Loaded(reasons=(Reason(bad.code, bad.message, bad.path),))
         return load_root(root, deployment, log)
 
     def build() -> Runtime:
         records = Files(deployment.log, root / deployment.server.state_dir, metrics, log, clock)
-        return Runtime(deployment, metrics, log, clock, recorder=records)
+        return Runtime(deployment, metrics, log, clock, recorder=records, threads=threads)
 
     def live(runtime: Runtime) -> Live:
         return Live(root, deployment, runtime, metrics, log, clock)

@@ -50,8 +50,9 @@ class Runtime:
         transition: str = "ancestry",
         recorder: Recorder | None = None,
         wall: Callable[[], float] = utc_seconds,
+        threads: int | None = None,
     ) -> None:
-        """clock: monotonic seconds · wall: unix seconds, for ramps of experiments only
+        """clock: monotonic seconds · wall: unix seconds, for ramps of experiments only · threads: see `EngineThread`
 
         `swapped` is called with every snapshot that becomes the active one; whoever follows swaps sets it.
         """
@@ -61,7 +62,7 @@ class Runtime:
         self._pins = Pins()
         self.swapped: Callable[[Snapshot], None] = lambda _: None
         self._steps = StepLoop(clock, metrics, transition)
-        self._thread = EngineThread(self._steps)
+        self._thread = EngineThread(self._steps, threads)
         self._explainer = Explainer(self._thread, deployment.server.explain_per_s, clock, metrics, log)
         self._cutovers = Cutovers(clock, metrics.cutover_hold_seconds.observe)
         self._batcher = Batcher(
