@@ -45,11 +45,15 @@ def write_root(root, items=ITEMS):
     (root / "deployment.toml").write_text(DEPLOYMENT)
     for name, text in {"base": support.BASE, **POLICIES}.items():
         (root / "policies" / f"{name}.yaml").write_text(text)
-    exported = hybrid.write(root / "exported", "qwen3_5", max_position_embeddings=256)
-    config = hybrid.config("qwen3_5", max_position_embeddings=256)
-    support.write_weights(root, config, load_file(exported / "model.safetensors"))
+    publish_weights(root, "v1")
     support.write_vocab(root, SIZES, items)
     return root
+
+
+def publish_weights(root, version, seed=0):
+    exported = hybrid.write(root / "exported" / version, "qwen3_5", seed=seed, max_position_embeddings=256)
+    config = hybrid.config("qwen3_5", max_position_embeddings=256)
+    support.write_weights(root, config, load_file(exported / "model.safetensors"), version)
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +112,38 @@ def test_a_thinned_catalogue_leaves_scores_alone(server, tmp_path):
         thinned = running.ready().items("i3", k=60)
     assert len(thinned) == len(kept)
     assert all(abs(score - full[name]) < EPS for name, score in thinned)
+
+
+def test_other_weights_take_over_under_load_and_no_answer_mixes_them(tmp_path):
+    root = write_root(tmp_path / "live")
+    with serving(root) as running:
+        running.ready()
+        first = dict(running.items("i1", "i2", k=60))
+        answers = []
+
+        async def client(http, until):
+            while not until.is_set():
+                answer = await http.post("/v1/recommend", json={"context": {"history": ["i1", "i2"]}, "k": 60})
+                answers.append((answer.status_code, answer.json()))
+
+        async def load():
+            until = asyncio.Event()
+            async with httpx.AsyncClient(base_url=running.public, timeout=60) as http:
+                clients = [asyncio.create_task(client(http, until)) for _ in range(4)]
+                await asyncio.to_thread(publish_weights, root, "v2", 9)
+                await asyncio.to_thread(running.until, lambda: seen("v2"), "on the new weights")
+                until.set()
+                await asyncio.gather(*clients)
+
+        def seen(version):
+            return any(answer["versions"]["weights"] == version for _, answer in answers)
+
+        asyncio.run(load())
+        second = dict(running.items("i1", "i2", k=60))
+    assert max(abs(first[item] - second[item]) for item in first) > 0.1
+    assert {status for status, _ in answers} == {200}
+    golden = {"v1": first, "v2": second}
+    versions = [answer["versions"]["weights"] for _, answer in answers]
+    assert set(versions) == {"v1", "v2"}
+    for version, (_, answer) in zip(versions, answers, strict=True):
+        assert all(abs(item["score"] - golden[version][item["id"]]) < EPS for item in answer["items"])

@@ -107,7 +107,7 @@ def fused_replay(
     splits = max(1, min(kernel.resident * kernel.processors // blocks, -(-n // (requests * kernel.rows))))
     numbers = [np.int32(x) for x in (tree.shape[1], first, compact)]
     _launch(
-        kernel, (blocks * splits,),
+        kernel, window.device, (blocks * splits,),
         [operands[0].data_ptr(), np.int32(operands[0].shape[1]), *(x.data_ptr() for x in operands[1:]),
          start.data_ptr(), tree.data_ptr(), *numbers, np.int64(records.k.shape[1]),
          np.int32(-1 if into is None else into), np.int32(key_heads), np.int32(hv), np.int32(splits), out.data_ptr()],
@@ -115,8 +115,8 @@ def fused_replay(
     return out
 
 
-def _launch(kernel: _Kernel, grid: tuple[int], arguments: list[Any]) -> None:
-    with _stream(torch.cuda.current_stream().cuda_stream):
+def _launch(kernel: _Kernel, device: torch.device, grid: tuple[int], arguments: list[Any]) -> None:
+    with torch.cuda.device(device), _stream(torch.cuda.current_stream(device).cuda_stream):
         kernel.function(grid, (kernel.rows * 4,), tuple(arguments), shared_mem=kernel.memory)
 
 
