@@ -34,6 +34,7 @@ def explain(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue
                 "planned": after,
                 "candidates": "children of the trie" if program.children else "all codes",
                 "precut": program.precut,
+                "reads": sorted(program.uses),
                 "phases": {
                     word: {"value": content_text(phases[word].value), "from": _origin(phases[word])}
                     for word in STEP_PHASES
@@ -88,6 +89,8 @@ def explain_text(policy: Policy, plan: Plan, contract: Contract, catalogue: Cata
         )
         out += _lines(phases, STEP_PHASES)
         out.append(f"  candidates   {source}; precut class {_PRECUT[program.precut]}")
+        if program.uses:
+            out.append(f"  reads        {', '.join(sorted(program.uses))}")
     out.append("final")
     out += _lines({word: value for word, value in policy.final.items() if word != "limit"}, FINAL_PHASES)
     out.append(f"  limit        {plan.limit}  <- {_origin(policy.final['limit'])}")

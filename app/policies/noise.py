@@ -33,7 +33,7 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     for _ in range(_ROUNDS):
         high0, low0 = _product(c0, _M0)
         high1, low1 = _product(c2, _M1)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        c0, c1, c2, c3 = (high1 ^ c1) ^ k0, low1, (high0 ^ c3) ^ k1, low0
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
     return c0, c1, c2, c3
 
@@ -56,8 +56,8 @@ def prefix_hash(prefix: Tensor) -> Tensor:
 def uniform(seed: Tensor, prefix: Tensor, code: Tensor, step: int, stream: int = UNIFORM) -> Tensor:
     """Uniform numbers in (0, 1), exact in fp32: [n, F] for seed [n], prefix [n, t - 1], code [n, F]."""
     mixed = prefix_hash(prefix)[:, None]
-    place = torch.full_like(code, step + stream * 2**16)
-    halves = (mixed & _MASK).expand_as(code), ((mixed >> 32) & _MASK).expand_as(code)
+    place = torch.full_like(mixed, step + stream * 2**16)
+    halves = mixed & _MASK, (mixed >> 32) & _MASK
     key = (seed[:, None] & _MASK), ((seed[:, None] >> 32) & _MASK)
     first = philox((code, place, *halves), key)[0]
     # 23 bits and a half: never 0, never 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from app.policies.diagnostics import Diagnostic, Findings, Span, suggest
 from app.policies.expr import Operation, parse_expression, parse_operation, show, show_operation
@@ -197,6 +198,7 @@ _EMPTY = frozenset({"mask", "keep", "prune", "quota", "dedupe", "rerank"})
 """Phases that a policy can be without; `none` gives the others their default back."""
 
 
+@cache
 def default_of(phase: Phase) -> Content:
     """The default of a phase, parsed."""
     if phase.default is None or phase.form == "choice":
