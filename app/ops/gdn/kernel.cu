@@ -2,10 +2,11 @@
 // records, the update, the output and the new record. No state of a beam exists anywhere.
 //
 // Compiled with -DK -DV -DVT -DBF16 (0: float16 inputs) -DOUT32 (1: float32 output) -DWGMMA (1: sm_90a, whose warpgroups
-// read S_ctx from shared memory once for four warps; 0: mma.sync of sm_80 and later, once for each). One block: one request, one value
-// head, VT columns of its state, and a share of its beams. One warp: 8 beams at a time. In m16n8k16 the queries of the
-// beams are rows 0-7 of A and their keys rows 8-15, so one thread holds u_q and u_k of the same beam and columns, and all
-// that follows is its own business but for the dot products, which a quad shares.
+// read S_ctx from shared memory once for four warps; 0: mma.sync of sm_80 and later, once for each).
+//
+// One block: one request, one value head, VT columns of its state, and a share of its beams. One warp: 8 beams at a time.
+// In m16n8k16 the queries of the beams are rows 0-7 of A and their keys rows 8-15, so one thread holds u_q and u_k of the
+// same beam and columns, and all that follows is its own business but for the dot products, which a quad shares.
 //
 // S_ctx is float32; as hi + lo in 16 bit (relative 2^-17) it takes two products. Inside a fragment the K and V indices are
 // permuted so that every access to q, k, v, records and outputs is 16 bytes and a quad covers 64:
