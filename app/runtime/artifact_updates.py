@@ -27,7 +27,7 @@ from app.runtime.preparing import Preparation, Refused, Want
 from app.runtime.residents import Resident, Residents, adopted
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
-from app.runtime.states import State
+from app.runtime.states import MOVES, State
 from app.runtime.status import Reason, now_iso
 from app.runtime.survey import Candidate, Survey, read_overlay, survey
 from app.vocab.manifest import Kind, verify
@@ -60,6 +60,7 @@ class ArtifactUpdates:
         self._runtime, self._policies, self._composing, self._compose = runtime, policies, composing, compose
         self._ledger, self._log = ledger, log
         self._background = Background("artifacts", heavy=True)
+        self._composer = Background("compose")  # a rollback does not wait for what is being loaded
         self._survey: Survey | None = None
         self._settled = ("", 0)
         self._refused: dict[tuple[Kind, str], str] = {}
@@ -70,8 +71,9 @@ class ArtifactUpdates:
         self.told = asyncio.Event()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._background.close()
+        self._composer.close()
 
     def start(self, snapshot: Snapshot) -> None:
         """Take over what the runtime has started with."""
@@ -338,7 +340,7 @@ class ArtifactUpdates:
             message = f"the default policy `{state.policies.default}` cannot serve with it"
             raise Rejected("no_default_policy", message, location="policies/")
         # take-downs of another vocab are looked up anew, which takes its time
-        made = await self._background.run(lambda: self._compose(snapshot.having(policies=state.policies)))
+        made = await self._composer.run(lambda: self._compose(snapshot.having(policies=state.policies)))
         return made, state
 
     async def _warmed(self, snapshot: Snapshot, state: InForce, known: frozenset[str]) -> frozenset[str]:
@@ -352,10 +354,11 @@ class ArtifactUpdates:
     # ---- what is in memory -----------------------------------------------------------------------------------------
 
     def _moved(self, kind: Kind, option: Option, state: State) -> None:
+        """A version goes on, or begins anew. What is in memory already keeps the state that it has there."""
         now = self._ledger.state(kind, option.version)
         if now in IN_MEMORY or now == state:
             return
-        if now in {State.RETIRED, State.REJECTED}:
+        if now is not None and state not in MOVES[now]:
             self._ledger.move(kind, option.version, State.DISCOVERED)
         self._ledger.move(kind, option.version, state, digest=option.digest)
 

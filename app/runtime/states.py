@@ -30,11 +30,11 @@ _S = State
 MOVES: Final[Mapping[State, frozenset[State]]] = {
     _S.DISCOVERED: frozenset({_S.INCOMPLETE, _S.VERIFYING, _S.VALIDATING, _S.WAITING, _S.REJECTED, _S.RETIRED}),
     _S.INCOMPLETE: frozenset({_S.DISCOVERED, _S.RETIRED}),
-    _S.VERIFYING: frozenset({_S.LOADING, _S.REJECTED}),
-    _S.LOADING: frozenset({_S.VALIDATING, _S.REJECTED}),
-    _S.VALIDATING: frozenset({_S.WARMING, _S.READY, _S.WAITING, _S.REJECTED}),
+    _S.VERIFYING: frozenset({_S.LOADING, _S.REJECTED, _S.DISCOVERED}),
+    _S.LOADING: frozenset({_S.VALIDATING, _S.REJECTED, _S.DISCOVERED}),
+    _S.VALIDATING: frozenset({_S.WARMING, _S.READY, _S.WAITING, _S.REJECTED, _S.DISCOVERED}),
     _S.WAITING: frozenset({_S.DISCOVERED, _S.VERIFYING, _S.VALIDATING, _S.REJECTED, _S.RETIRED}),
-    _S.WARMING: frozenset({_S.READY, _S.REJECTED}),
+    _S.WARMING: frozenset({_S.READY, _S.REJECTED, _S.DISCOVERED}),
     _S.READY: frozenset({_S.ACTIVE, _S.WARMING, _S.WAITING, _S.DRAINING, _S.RETIRED, _S.REJECTED}),
     _S.ACTIVE: frozenset({_S.READY, _S.DRAINING}),
     _S.DRAINING: frozenset({_S.RETIRED, _S.ACTIVE, _S.READY}),
@@ -43,7 +43,7 @@ MOVES: Final[Mapping[State, frozenset[State]]] = {
 }
 """Allowed moves. RETIRED also means that a version's directory is gone; a version whose bytes change is discovered
 again. VERIFYING compares digests; VALIDATING compares what was read with the contract and with the other artifacts, and
-is where a version begins whose content is in memory already."""
+is where a version begins whose content is in memory already. Work that is begun anew goes back to DISCOVERED."""
 
 
 def check_move(before: State, after: State) -> None:

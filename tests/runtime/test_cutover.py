@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import shutil
+import threading
 from collections.abc import Mapping
 
 import pytest
 import torch
 
 from app.cli.compose import read_deployment
+from app.runtime import memory, preparing
 from app.runtime.desired import Option
 from app.runtime.loader import bind, read_weights
 from app.vocab.artifact import load_vocab
@@ -219,6 +222,19 @@ def spoiled(root, version, how):
         support.write_weights(root, config, {**good, name: good[name] * torch.nan}, version)
     elif how == "shape":
         support.write_weights(root, config, {**good, name: good[name][:1].clone()}, version)
+    elif how == "extra":
+        support.write_weights(root, config, {**good, "nobody.asked": torch.ones(1)}, version)
+    elif how in {"pickle", "header"}:
+        data = pickle.dumps(good) if how == "pickle" else (1 << 40).to_bytes(8, "little") + b"{}"
+        with draft(root, "weights") as made:
+            made.write("config.json", [json.dumps(config).encode()])
+            made.write("model.safetensors", [data])
+            commit(made, "weights", version, "tests", {})
+    elif how == "outside":
+        support.write_weights(root, config, good, version)
+        file = root / "weights" / version / "model.safetensors"
+        shutil.move(file, root.parent / f"{version}.safetensors")
+        file.symlink_to(root.parent / f"{version}.safetensors")
     else:
         support.write_weights(root, config, good, version)
         file = root / "weights" / version / "model.safetensors"
@@ -234,8 +250,12 @@ BAD = {
     "missing": "missing_tensors",
     "nan": "not_finite",
     "shape": "bad_shape",
+    "extra": "unknown_tensors",
     "flipped": "file_digest",
     "short": "file_size",
+    "pickle": "bad_safetensors",
+    "header": "bad_safetensors",
+    "outside": "path_escape",
 }
 
 
@@ -260,6 +280,101 @@ async def test_bad_versions_are_refused_with_the_same_reason_and_the_next_good_o
         await load.end()
         rejected = [line["version"] for line in server.events("artifact_rejected")]
         assert rejected == [f"v{10 + number}" for number in range(len(BAD))]
+
+
+class Slow:
+    """Loading of some versions waits for permission."""
+
+    def __init__(self, monkeypatch, *versions):
+        self.entered, self.go = threading.Event(), threading.Event()
+        real = preparing.read_weights
+
+        def read(directory, *rest):
+            if directory.name in versions:
+                self.entered.set()
+                assert self.go.wait(30)
+            return real(directory, *rest)
+
+        monkeypatch.setattr(preparing, "read_weights", read)
+
+
+async def test_a_slow_older_load_never_replaces_a_newer_version(tmp_path, monkeypatch):
+    root, slow = world(tmp_path), Slow(monkeypatch, "v3")
+    async with live_server(root) as server:
+        load = Load(server, Truth(root), clients=2)
+        weights(root, "v3", 1)
+        await asyncio.to_thread(slow.entered.wait, 20)
+        weights(root, "v4", 2)
+        slow.go.set()
+        await server.settles(serving("v4"))
+        for order in load.of_client:
+            assert order == sorted(order)
+        await load.end()
+        status = await server.status()
+        assert serving("v4")(status)
+        assert [one["weights"]["version"] for one in status["snapshots"]] == ["v4", "v3"]
+
+
+async def test_rollbacks_edits_kills_and_take_downs_do_not_wait_for_a_load(tmp_path, monkeypatch):
+    root, slow = world(tmp_path), Slow(monkeypatch, "v3")
+    async with live_server(root) as server:
+        weights(root, "v2", 1)
+        old = (await server.settles(serving("v2")))["history"][0]["to"]
+        weights(root, "v3", 2)
+        await asyncio.to_thread(slow.entered.wait, 20)
+        assert state_of(await server.status(), "weights", "v3")["state"] == "loading"
+        assert (await server.post(f"snapshots/{old}:rollback")).status == 200
+        assert serving("v1")(await server.status())
+        (root / "policies" / "narrow.yaml").write_text("widebeam: 1\nwidths: [2, 2, 2]\n")
+        assert (await server.post("policies:reload")).status == 200
+        assert len((await server.recommend("i1", policy="narrow"))["items"]) == 2
+        assert (await server.post("kill", {"kill": ["narrow"]})).status == 200
+        assert len((await server.recommend("i1", policy="narrow"))["items"]) > 2
+        takedown(root, "v1", ["i1"])
+        await server.settles(lambda status: status["active"]["takedowns"]["version"] == "v1")
+        slow.go.set()  # and what was being loaded does not serve against the pin
+        status = await server.settles(lambda status: state_of(status, "weights", "v3")["state"] == "ready")
+        assert serving("v1")(status)
+
+
+async def test_a_server_ends_although_a_load_goes_on(tmp_path, monkeypatch):
+    root, slow = world(tmp_path), Slow(monkeypatch, "v3")
+    began = None
+    async with live_server(root):
+        weights(root, "v3", 1)
+        await asyncio.to_thread(slow.entered.wait, 20)
+        began = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - began < 15
+    slow.go.set()
+
+
+async def test_what_does_not_fit_is_refused_before_it_is_read_and_rollbacks_make_room_first(tmp_path, monkeypatch):
+    root, left = world(tmp_path), [1 << 40]
+    monkeypatch.setattr(memory, "free", lambda device: left[0])
+    async with live_server(root) as server:
+        weights(root, "v2", 1)
+        assert len((await server.settles(serving("v2")))["snapshots"]) == 2
+        left[0] = memory.SPARE
+        weights(root, "v3", 2)
+        status = await server.settles(lambda status: state_of(status, "weights", "v3")["state"] == "rejected")
+        assert state_of(status, "weights", "v3")["reason"]["code"] == "no_memory"
+        assert [one["weights"]["version"] for one in status["snapshots"]] == ["v2"]
+        assert serving("v2")(status)
+
+
+async def test_a_model_that_fails_its_made_up_request_never_serves(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        real = server.live._runtime.warm
+
+        async def warm(snapshot, plans, **rest):
+            return {"base": "it broke"} if snapshot.weights.version == "v2" else await real(snapshot, plans, **rest)
+
+        monkeypatch.setattr(server.live._runtime, "warm", warm)
+        weights(root, "v2", 1)
+        status = await server.settles(lambda status: state_of(status, "weights", "v2")["state"] == "rejected")
+        assert state_of(status, "weights", "v2")["reason"]["code"] == "canary_failed"
+        assert serving("v1")(status)
 
 
 async def test_a_served_version_that_is_overwritten_or_removed_serves_on_and_is_reported(tmp_path):
