@@ -21,6 +21,7 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 # FNV-1a over the codes, in wrapping 64-bit arithmetic; Philox mixes it further
 _OFFSET = 14695981039346656037 - 2**64
 _PRIME = 1099511628211
+_BLOCK = 2**15
 
 GUMBEL, UNIFORM, EXPLORE = 0, 1, 2
 """Streams: two uses of noise in one step are independent."""
@@ -55,11 +56,17 @@ def prefix_hash(prefix: Tensor) -> Tensor:
 
 def uniform(seed: Tensor, prefix: Tensor, code: Tensor, step: int, stream: int = UNIFORM) -> Tensor:
     """Uniform numbers in (0, 1), exact in fp32: [n, F] for seed [n], prefix [n, t - 1], code [n, F]."""
-    mixed = prefix_hash(prefix)[:, None]
+    # two hundred passes over the words: on a CPU they are made block by block, inside its cache
+    rows = max(1, _BLOCK // max(1, code.shape[1])) if code.device.type == "cpu" else max(1, len(code))
+    parts = zip(torch.split(seed, rows), torch.split(prefix_hash(prefix), rows), torch.split(code, rows), strict=True)
+    return torch.cat([_block(*part, step, stream) for part in parts])
+
+
+def _block(seed: Tensor, prefix: Tensor, code: Tensor, step: int, stream: int) -> Tensor:
+    mixed, own = prefix[:, None], seed[:, None]
     place = torch.full_like(mixed, step + stream * 2**16)
-    halves = mixed & _MASK, (mixed >> 32) & _MASK
-    key = (seed[:, None] & _MASK), ((seed[:, None] >> 32) & _MASK)
-    first = philox((code, place, *halves), key)[0]
+    counter = (code, place, mixed & _MASK, (mixed >> 32) & _MASK)
+    first = philox(counter, (own & _MASK, (own >> 32) & _MASK))[0]
     # 23 bits and a half: never 0, never 1
     return ((first >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
