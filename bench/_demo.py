@@ -24,6 +24,7 @@ class Effort:
     closed_s: float = 12.0
     open_s: float = 30.0
     pairs: int = 300
+    warm: int = 10
     connections: tuple[int, ...] = (16, 64)
 
 
@@ -99,13 +100,13 @@ def rest_adds(root: Path, history: Sequence[str], work: Path, effort: Effort) ->
         for policy, k in ((None, 10), ("narrow", 10), (None, 100)):
             data = body(history, k, policy)
             rest, own, inside = [], [], []
-            for turn in range(effort.pairs + 10):
+            for turn in range(effort.warm + effort.pairs):
                 start = time.perf_counter()
                 (reply,) = client.ask([data])
                 middle = time.perf_counter()
                 runtime.ask([request(history, k, policy)])
                 end = time.perf_counter()
-                if turn >= 10:
+                if turn >= effort.warm:
                     rest.append(1e3 * (middle - start))
                     own.append(1e3 * (end - middle))
                     inside.append(client.decode(reply).timings_ms.total)

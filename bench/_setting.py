@@ -123,7 +123,13 @@ def parameters(setting: Setting) -> int:
 
 
 def write_root(
-    root: Path, setting: Setting, exported: Path, catalogue: npt.NDArray[np.int32], widths: list[int], batch: int
+    root: Path,
+    setting: Setting,
+    exported: Path,
+    catalogue: npt.NDArray[np.int32],
+    widths: list[int],
+    batch: int,
+    threads: int,
 ) -> Path:
     """A deployment root with the model as transformers exported it, the catalogue, and one policy a width."""
     most = [max(widths)] * len(setting.sizes)
@@ -132,7 +138,7 @@ def write_root(
         f'family = "qwen3"\ndevice = "cpu"\n[sid]\nsizes = {list(setting.sizes)}\n'
         f"token_base = {list(setting.token_base)}\n[limits]\nwidths = {most}\nrows = {max(widths) * batch}\n"
         f"batch = {batch}\ncontext = {setting.prompt}\n[server]\nport = 0\nadmin_port = 0\n"
-        'admin_auth = "none"\npolicy_override = true\n[log]\nlevel = "info"\n'
+        f'admin_auth = "none"\npolicy_override = true\nthreads = {threads}\n[log]\nlevel = "info"\n'
     )
     for width in widths:
         (root / "policies" / f"{policy_name(width)}.yaml").write_text(policy_text(setting, width))

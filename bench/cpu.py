@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setting, cells = (TOY, ((1, 4), (2, 8))) if options.toy else (Setting(), CELLS)
             result["search"] = search(setting, cells, options.seconds, Path(work) / "search")
         if options.only != "search":
-            effort = _demo.Effort(0.5, 0.5, 5, (2,)) if options.toy else _demo.Effort()
+            effort = _demo.Effort(0.5, 0.5, 3, 1, (2,)) if options.toy else _demo.Effort()
             users = _demo.histories_of(CLONE / "examples" / "movielens" / "users.json")
             (Path(work) / "demo").mkdir()
             result["demo"] = _demo.measure(CLONE, users, Path(work) / "demo", effort)
@@ -103,7 +103,7 @@ def search(setting: Setting, cells: Sequence[tuple[int, int]], seconds: float, w
     rows: list[Row] = []
     with ExitStack() as stack:
         others = stack.enter_context(peers(setting, batch, THREADS, work / "exported"))
-        root = write_root(work / "root", setting, work / "exported", sids, widths, batch)
+        root = write_root(work / "root", setting, work / "exported", sids, widths, batch, THREADS)
         runtime = stack.enter_context(_served.in_process(root))
         client = _served.Client(stack.enter_context(_served.server(root, work / "server.log")), batch)
         stack.callback(client.close)
