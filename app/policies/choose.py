@@ -17,6 +17,8 @@ from app.ops.selection import keys
 from app.policies.plan import StepInputs
 
 INF = float("inf")
+HEADS = (4, 32)
+"""How many times K candidates a quota across rows looks at before it looks at all."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,21 @@ def line(rank: Tensor, field: Field, *, cut: bool) -> Line:
     by_request = torch.argsort(field.request[row[best_first]], stable=True)
     order = best_first[by_request]
     return Line(at[order], row[order], field.request[row[order]])
+
+
+def head(rank: Tensor, field: Field, times: int) -> Line:
+    """The best `times` K candidates of each request, in T0."""
+    packed = keys(rank, field.code, field.order, field.size)
+    rows = torch.bincount(field.request, minlength=len(field.widths)).tolist()
+    first, parts = 0, []
+    for count, width in zip(rows, field.widths, strict=True):
+        own = packed[first : first + count].reshape(-1)
+        at = torch.topk(own, min(times * width, len(own)), sorted=True)[1] + first * packed.shape[1]
+        parts.append(at[rank.reshape(-1)[at] > -INF])
+        first += count
+    at = torch.cat(parts)
+    row = at.div(packed.shape[1], rounding_mode="floor")
+    return Line(at, row, field.request[row])
 
 
 def place_in(group: Tensor, member: Tensor) -> Tensor:
@@ -146,19 +163,37 @@ def quota(rank: Tensor, field: Field, caps: Sequence[Quota], floors: Sequence[Qu
     taken that breaks a cap.
 
     caps  from the innermost to the outermost: each contains the groups of those before it
-    cut   whether every group is a union of rows
+    cut   whether every group is a union of rows, so that rows may be cut to their best K
+
+    Otherwise the scan looks at the best few K of each request first. Where that fills K places and every floor, nothing
+    further down could have been taken, and the answer is that of the whole.
     """
+    if not cut:
+        for times in HEADS:
+            candidates = head(rank, field, times)
+            taken, met = _scan(candidates, field, caps, floors)
+            if len(candidates.at) == int((rank > -INF).sum()) or (met and int(taken.sum()) == sum(field.widths)):
+                return only(rank, candidates.at[taken])
     candidates = line(rank, field, cut=cut)
-    taken = torch.zeros(len(candidates.at), dtype=torch.bool, device=rank.device)
+    return only(rank, candidates.at[_scan(candidates, field, caps, floors)[0]])
+
+
+def _scan(candidates: Line, field: Field, caps: Sequence[Quota], floors: Sequence[Quota]) -> tuple[Tensor, bool]:
+    """Who is taken, and whether every floor is surely met (one group, and full)."""
+    taken = torch.zeros_like(candidates.at, dtype=torch.bool)
     cap_groups = [(one.limit, *_numbers(one, candidates, field)) for one in caps]
     everything = torch.ones_like(taken)
+    met = True
     for floor in floors:
         group, member = _numbers(floor, candidates, field)
         missing = floor.limit - count_in(group, taken & member)
         taken = taken | _take(candidates, taken, cap_groups, (group, member, missing), field)
+        one_group = int(floor.group.max()) <= 0
+        held = torch.bincount(candidates.request[taken & member], minlength=len(field.widths))
+        met = met and one_group and int(held.min()) >= floor.limit
     free = torch.full_like(candidates.at, torch.iinfo(torch.int64).max)
     taken = taken | _take(candidates, taken, cap_groups, (candidates.request, everything, free), field)
-    return only(rank, candidates.at[taken])
+    return taken, met
 
 
 def _numbers(one: Quota, candidates: Line, field: Field) -> tuple[Tensor, Tensor]:

@@ -123,3 +123,24 @@ def test_two_stages_are_one_stage_at_real_shapes(case):
     flat = best.parent * c + best.column
     assert torch.equal(line(rank, on, cut=True).at[:k], flat)
     assert torch.equal(line(rank, on, cut=False).at[:k], flat)
+
+
+@pytest.mark.parametrize("heads", [(), (1,), (1, 2), (4, 32)])
+def test_a_quota_across_rows_may_look_at_the_head_first(heads, monkeypatch):
+    rng = np.random.default_rng(6)
+    for _ in range(300):
+        requests = int(rng.integers(1, 4))
+        rows = [int(rng.integers(1, 4)) for _ in range(requests)]
+        w, c = sum(rows), int(rng.integers(2, 13))
+        widths = tuple(int(rng.integers(1, 6)) for _ in range(requests))
+        owner = torch.from_numpy(np.repeat(np.arange(requests), rows))
+        order = torch.cat([torch.from_numpy(rng.permutation(n)) for n in rows])
+        on = Field(owner, order, torch.arange(c).repeat(w, 1), torch.tensor(widths), widths, c)
+        rank = ranks(rng, w, c)
+        caps = [Quota(int(rng.integers(1, 3)), torch.from_numpy(rng.integers(0, 3, (w, c))))]
+        kinds = rng.integers(-1, int(rng.integers(1, 3)), (w, c))
+        floors = [Quota(int(rng.integers(1, 3)), torch.from_numpy(kinds))] if rng.random() < 0.5 else []
+        monkeypatch.setattr(choose, "HEADS", ())
+        whole = quota(rank, on, caps, floors, cut=False)
+        monkeypatch.setattr(choose, "HEADS", heads)
+        assert torch.equal(quota(rank, on, caps, floors, cut=False), whole)
