@@ -13,7 +13,6 @@ from app.core import Context, History, HistoryIds, Inputs, Request
 from app.errors import InvalidRequest
 from app.policies.assign import Assignment, Facts, Traffic, assign
 from app.policies.plan import Plan
-from app.runtime.job import default_seed as default_seed  # noqa: PLC0414  runtime.py takes it from here
 from app.runtime.job import plan_rows
 from app.runtime.snapshot import DeadNodes, Int64s, Snapshot
 from app.runtime.status import utc_seconds
