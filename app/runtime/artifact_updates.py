@@ -1,8 +1,6 @@
-"""Live weights and vocab: from a version on the disk to the snapshot that new requests are admitted on (RecoGEM 3.3).
+"""Live weights and vocab: what the disk asks for, what can be used, and step by step towards it (RecoGEM 3.3).
 
-Everything slow happens beside the requests, in one thread of low priority: digests, loading, the trie, policies, the
-state memory. What becomes visible is one reference swap. Nothing drains, nothing is refused, and what is queued or
-running finishes on what it was admitted on.
+Slow work runs in one thread of low priority, one set after another: a slow older load never replaces a newer version.
 """
 
 from __future__ import annotations
@@ -18,30 +16,28 @@ from app.config import Deployment
 from app.errors import Rejected
 from app.runtime.background import Background
 from app.runtime.desired import PIN, Ask, Chosen, Option, choose, usable
-from app.runtime.in_force import InForce
 from app.runtime.ledger import Ledger
 from app.runtime.logs import Log
 from app.runtime.overlay import Overlay, overlay
 from app.runtime.policy_updates import PolicyUpdates
-from app.runtime.preparing import Preparation, Refused, Want
-from app.runtime.residents import Resident, Residents, adopted
+from app.runtime.preparing import Refused, Want
+from app.runtime.residents import Resident
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
-from app.runtime.states import MOVES, State
-from app.runtime.status import Reason, now_iso
+from app.runtime.stage import HEAVY, IN_MEMORY, Stage
+from app.runtime.states import State
+from app.runtime.status import Reason
 from app.runtime.survey import Candidate, Survey, read_overlay, survey
 from app.vocab.manifest import Kind, verify
 
 PERIOD_S: Final = 5.0
-IN_MEMORY: Final = frozenset({State.ACTIVE, State.READY, State.DRAINING})
-HEAVY: Final[tuple[Kind, ...]] = ("weights", "vocab")
 
 
 class ArtifactUpdates:
     """Follows the versions of a root. Event loop only.
 
-    compose  puts what else belongs to a snapshot into it: kills and take-downs
-    told     set, and replaced by a new one, whenever something was decided
+    stage  the sets in memory
+    told   set, and replaced by a new one, whenever something was decided
     """
 
     def __init__(
@@ -57,31 +53,24 @@ class ArtifactUpdates:
     ) -> None:
         self._root, self._state_dir = root, root / deployment.server.state_dir
         self._deployment, self._began = deployment, read_overlay(root)
-        self._runtime, self._policies, self._composing, self._compose = runtime, policies, composing, compose
-        self._ledger, self._log = ledger, log
+        self._policies, self._ledger, self._log = policies, ledger, log
         self._background = Background("artifacts", heavy=True)
-        self._composer = Background("compose")  # a rollback does not wait for what is being loaded
         self._survey: Survey | None = None
         self._settled = ("", 0)
         self._refused: dict[tuple[Kind, str], str] = {}
         self._apart: dict[tuple[str, str], bool] = {}
         self._overlay = Overlay(deployment)
-        self._burials: set[asyncio.Future[None]] = set()
-        self.residents = Residents(self._retire)
+        self.stage = Stage(root, runtime, policies, self._background, composing, compose, ledger)
         self.told = asyncio.Event()
 
     def close(self) -> None:
         """End the threads."""
         self._background.close()
-        self._composer.close()
+        self.stage.close()
 
     def start(self, snapshot: Snapshot) -> None:
         """Take over what the runtime has started with."""
-        weights = Option(snapshot.weights.version, snapshot.weights.digest, {})
-        vocab = Option(snapshot.vocab_ref.version, snapshot.vocab_ref.digest, {})
-        self.residents.put(adopted(snapshot, weights, vocab, self._deployment))
-        self._runtime.on_idle(self.residents.idle)
-        self._runtime.swapped = self.residents.name
+        self.stage.start(snapshot, self._deployment)
 
     # ---- following the disk ------------------------------------------------------------------------------------
 
@@ -119,12 +108,12 @@ class ArtifactUpdates:
         """One step towards what is wanted; False where there is nothing left to do for this survey."""
         want = self._wanted(seen, seen.ask)
         if want is not None and not self._serves(want):
-            resident = self.resident(want) or await self._prepare(want)
+            resident = self.stage.resident(want) or await self._prepare(want)
             if resident is not None and await self._still(want, seen):
                 await self._try(want, resident, "release" if seen.ask else "newest")
             return True
         ahead = self._wanted(seen, {}) if seen.asked_by == f"state/{PIN}" else None
-        if ahead is not None and self.resident(ahead) is None:  # it waits, ready, for the pin to go
+        if ahead is not None and self.stage.resident(ahead) is None:  # it waits, ready, for the pin to go
             await self._prepare(ahead)
             return True
         return False
@@ -136,7 +125,7 @@ class ArtifactUpdates:
 
     async def _try(self, want: Want, resident: Resident, cause: str) -> None:
         try:
-            await self.promote(resident, cause)
+            await self.stage.promote(resident, cause)
         except Rejected as error:
             self._set_apart(want, error)
 
@@ -155,20 +144,15 @@ class ArtifactUpdates:
         """Usable versions of a kind, newest first. What is in memory counts although its files may be gone or bad."""
         refused = {version for known, version in self._refused if known == kind}
         found = list(usable(seen.candidates[kind], ask.get(kind), refused))
-        for resident in self.residents:
+        for resident in self.stage.residents:
             option = resident.weights if kind == "weights" else resident.vocab
             if option.digest not in {one.digest for one in found} and ask.get(kind) in {None, option.version}:
                 found.append(option)
         return tuple(found)
 
     def _serves(self, want: Want) -> bool:
-        active = self._runtime.active
-        resident = self.residents.get(active.batch_key) if active else None
-        return resident is not None and want.met_by(resident)
-
-    def resident(self, want: Want) -> Resident | None:
-        """A set that is in memory."""
-        return next((one for one in self.residents if want.met_by(one)), None)
+        serving = self.stage.serving
+        return serving is not None and want.met_by(serving)
 
     # ---- what the disk says, written down ------------------------------------------------------------------------
 
@@ -237,11 +221,11 @@ class ArtifactUpdates:
         if one.manifest is None:
             return
         option = Option.of(one.manifest)
-        for resident in self.residents:
+        for resident in self.stage.residents:
             mine = resident.weights if kind == "weights" else resident.vocab
             if mine.digest == option.digest and mine != option:
                 changed = replace(resident, weights=option) if kind == "weights" else replace(resident, vocab=option)
-                self.residents.update(changed)
+                self.stage.residents.update(changed)
 
     def _note_waiting(self, chosen: Chosen) -> None:
         for (kind, version), why in chosen.waiting.items():
@@ -262,7 +246,8 @@ class ArtifactUpdates:
     def _set_apart(self, want: Want, error: Rejected) -> None:
         """A set does not work together. An edited overlay is blamed where all else serves already, or new versions."""
         if self._is_about_overlay(want):
-            self._overlay = Overlay(self._serving_deployment(), self._overlay.restart, error)
+            running = self.stage.serving.deployment if self.stage.serving else self._deployment
+            self._overlay = Overlay(running, self._overlay.restart, error)
             self._ledger.note("deployment", **self._overlay.document())
             self._log.error("deployment_rejected", code=error.code, message=error.message, location=error.location)
             return
@@ -271,158 +256,33 @@ class ArtifactUpdates:
             if self._ledger.state(kind, one.version) not in IN_MEMORY:
                 self._ledger.reject(kind, one.version, error)
 
-    def _serving_deployment(self) -> Deployment:
-        active = self._runtime.active
-        serving = self.residents.get(active.batch_key) if active else None
-        return serving.deployment if serving else self._deployment
-
     def _is_about_overlay(self, want: Want) -> bool:
         """Whether a set differs from the one that serves by its overlay alone."""
-        active = self._runtime.active
-        return (
-            active is not None
-            and self._serving_deployment() != want.deployment
-            and ((active.weights.digest, active.vocab_ref.digest) == (want.weights.digest, want.vocab.digest))
-        )
-
-    # ---- preparing and cutting over --------------------------------------------------------------------------------
+        serving = self.stage.serving
+        if serving is None or serving.deployment == want.deployment:
+            return False
+        return (serving.weights.digest, serving.vocab.digest) == (want.weights.digest, want.vocab.digest)
 
     async def _prepare(self, want: Want) -> Resident | None:
-        """Everything up to `ready`, beside the requests; None where something was refused and written down."""
-        active = self._runtime.active
-        assert active is not None, "updates begin when something serves"
-        preparation = Preparation(self._root, active.engine.device, self._background, self._moved)
+        """A set in memory, or None where something was refused and written down."""
         try:
-            parts = await preparation.parts(want, self.residents)
-            snapshot, state = await self._composed(parts.snapshot(active.policies))
-            await self._background.run(lambda: self._runtime.allocate(snapshot))
-            for kind, option in want.options:
-                self._moved(kind, option, State.WARMING)
-            warmed = await self._warmed(snapshot, state, frozenset())
+            return await self.stage.prepare(want)
         except Refused as error:
-            if error.error.code == "no_memory" and self._make_room():
+            if error.error.code == "no_memory" and self.stage.make_room():
                 return None  # and once more
             if self._is_about_overlay(want):
                 self._set_apart(want, error.error)
             else:
                 self._refuse(error.kind, error.version, error.error)
-            return None
         except Rejected as error:
             self._set_apart(want, error)
-            return None
-        resident = Resident(snapshot, want.weights, want.vocab, want.deployment, warmed, now_iso())
-        self.residents.put(resident)
-        self._mark()
-        return resident
-
-    async def promote(self, resident: Resident, cause: str) -> Snapshot:
-        """Admit new requests on a resident. Raises Rejected where the policies in force cannot serve with it."""
-        async with self._composing:
-            active = self._runtime.active
-            if active is not None and active.batch_key == resident.key:
-                return active
-            snapshot, state = await self._composed(resident.snapshot)
-            warmed = await self._warmed(snapshot, state, resident.warmed)
-            snapshot = self._compose(snapshot)  # somebody may have been killed meanwhile
-            self._runtime.swap(snapshot, cause)
-            self._policies.adopt(state)
-            warmed |= resident.warmed
-            self.residents.put(replace(resident, snapshot=snapshot, warmed=warmed, active_at=now_iso()))
-            self._ledger.note("cutover", snapshot=snapshot.id, before=active.id if active else None, cause=cause)
-        self._mark()
-        self._trim()
-        return snapshot
-
-    async def _composed(self, snapshot: Snapshot) -> tuple[Snapshot, InForce]:
-        """A snapshot with the policies in force, compiled for it. Raises Rejected where the default cannot serve."""
-        state = await self._policies.compiled_for(snapshot)
-        if state.policies.plan(state.policies.default) is None:
-            message = f"the default policy `{state.policies.default}` cannot serve with it"
-            raise Rejected("no_default_policy", message, location="policies/")
-        # take-downs of another vocab are looked up anew, which takes its time
-        made = await self._composer.run(lambda: self._compose(snapshot.having(policies=state.policies)))
-        return made, state
-
-    async def _warmed(self, snapshot: Snapshot, state: InForce, known: frozenset[str]) -> frozenset[str]:
-        """Serve a made-up request under every structure that was not tried on this snapshot. Raises Rejected."""
-        plans = tuple(plan for plan in state.policies.plans() if plan.structure.id not in known)
-        failed = await self._runtime.warm(snapshot, plans, alone=True)
-        if failed:
-            raise Rejected("canary_failed", next(iter(failed.values())))
-        return frozenset(plan.structure.id for plan in plans)
-
-    # ---- what is in memory -----------------------------------------------------------------------------------------
-
-    def _moved(self, kind: Kind, option: Option, state: State) -> None:
-        """A version goes on, or begins anew. What is in memory already keeps the state that it has there."""
-        now = self._ledger.state(kind, option.version)
-        if now in IN_MEMORY or now == state:
-            return
-        if now is not None and state not in MOVES[now]:
-            self._ledger.move(kind, option.version, State.DISCOVERED)
-        self._ledger.move(kind, option.version, state, digest=option.digest)
-
-    def _mark(self) -> None:
-        """Give every version the state that the snapshots in memory give it."""
-        active = self._runtime.active
-        uses = self.residents.uses(active.batch_key) if active else {}
-        for (kind, version), (state, digest) in uses.items():
-            now = self._ledger.state(kind, version)
-            if now in {State.RETIRED, State.REJECTED}:
-                self._ledger.move(kind, version, State.DISCOVERED)
-            if now in {State.DISCOVERED, State.WAITING, State.RETIRED, State.REJECTED, None}:
-                self._ledger.move(kind, version, State.VALIDATING)
-            if state is not State.READY and self._ledger.state(kind, version) not in IN_MEMORY:
-                self._ledger.move(kind, version, State.READY)
-            reason = self._ledger.reason(kind, version) if now in IN_MEMORY else None
-            self._ledger.move(kind, version, state, digest=digest, reason=reason)
-        for kind in HEAVY:
-            for version in self._ledger.versions(kind):
-                now = self._ledger.state(kind, version)
-                if (kind, version) not in uses and now in IN_MEMORY:
-                    if now is State.ACTIVE:
-                        self._ledger.move(kind, version, State.DRAINING)
-                    self._ledger.move(kind, version, State.RETIRED)
-
-    def _trim(self) -> None:
-        active = self._runtime.active
-        if active is not None:
-            self._keep(active.contract.limits.rollback)
-
-    def _make_room(self) -> bool:
-        """Give up what is kept for rollbacks; whether there was anything."""
-        return self._keep(0)
-
-    def _keep(self, others: int) -> bool:
-        active = self._runtime.active
-        leaving = self.residents.trim(active.batch_key, others) if active else ()
-        self._mark()
-        for key in leaving:
-            if not self._runtime.held(key):
-                self.residents.idle(key)
-        return bool(leaving)
-
-    def _retire(self, resident: Resident) -> None:
-        """Nobody holds a set any more: its memory goes back, in the background, since freeing takes time, too."""
-        self._mark()
-        contract = resident.snapshot.contract.id
-        if contract not in self.residents.contracts():
-            self._runtime.forget(contract)
-        self._ledger.note("retired", snapshot=resident.snapshot.id)
-        burial = asyncio.ensure_future(self._background.run([resident].clear))
-        self._burials.add(burial)
-        burial.add_done_callback(self._burials.discard)
+        return None
 
     def _tell(self) -> None:
         told, self.told = self.told, asyncio.Event()
         told.set()
 
     # ---- saying so -------------------------------------------------------------------------------------------------
-
-    def documents(self) -> list[dict[str, object]]:
-        """The snapshots in memory, the active one first."""
-        active = self._runtime.active
-        return self.residents.documents(active, self._runtime.held) if active else []
 
     def desired(self) -> dict[str, object]:
         """What is asked for, by whom, and why that cannot be followed, if it cannot."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from app.config import Deployment
 from app.errors import InvalidRequest
-from app.runtime.artifact_updates import HEAVY, ArtifactUpdates
+from app.runtime.artifact_updates import ArtifactUpdates
 from app.runtime.background import Background
 from app.runtime.exposure import with_files
 from app.runtime.kill import KillSwitch
@@ -22,6 +22,7 @@ from app.runtime.operations import Operations
 from app.runtime.policy_updates import SHOWN, PolicyUpdates
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
+from app.runtime.stage import HEAVY
 from app.runtime.survey import survey
 from app.runtime.takedown_updates import TakedownUpdates
 from app.runtime.watch import Watch, scan
@@ -209,7 +210,7 @@ class Live:
         return {
             **document,
             "artifacts": self._ledger.documents(),
-            "snapshots": self._artifacts.documents(),
+            "snapshots": self._artifacts.stage.documents(),
             "desired": self._artifacts.desired(),
             "deployment": self._artifacts.overlay(),
             "killed": self._kill.document(),

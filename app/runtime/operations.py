@@ -43,7 +43,7 @@ class Operations:
 
     def list(self) -> Document:
         """The snapshots in memory, and what is asked for."""
-        return {"snapshots": self._artifacts.documents(), "desired": self._artifacts.desired()}
+        return {"snapshots": self._artifacts.stage.documents(), "desired": self._artifacts.desired()}
 
     async def select(self, snapshot_id: str, cause: str) -> Document:
         """Pin a snapshot in memory and admit on it: an instant promotion or rollback.
@@ -51,7 +51,7 @@ class Operations:
         Raises InvalidRequest where it is not in memory, Rejected where the policies cannot serve with it.
         """
         resident = self._named(snapshot_id)
-        snapshot = await self._artifacts.promote(resident, cause)
+        snapshot = await self._artifacts.stage.promote(resident, cause)
         self._write_pin({"weights": resident.weights.version, "vocab": resident.vocab.version}, cause)
         return {"snapshot": snapshot.id, "state": "active", "pin": self._pin()}
 
@@ -88,7 +88,7 @@ class Operations:
         return {"pin": None}
 
     def _named(self, snapshot_id: str) -> Resident:
-        resident = self._artifacts.residents.named(snapshot_id)
+        resident = self._artifacts.stage.residents.named(snapshot_id)
         if resident is None:
             raise InvalidRequest(f"no snapshot {snapshot_id[:64]!r} is in memory", path="$.snapshot")
         return resident

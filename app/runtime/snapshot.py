@@ -44,6 +44,24 @@ class DeadNodes(NamedTuple):
         unique = np.unique(items)
         return cls(unique, vocab.dead(unique))
 
+    def plus(self, vocab: Vocab, items: Int64s) -> DeadNodes:
+        """What these items exhaust together with the set, at the cost of these items and a copy of the set."""
+        known, new = self.items, np.unique(items)
+        new = new[np.searchsorted(known, new, "right") == np.searchsorted(known, new)]
+        codes, below, levels = vocab.codes[new], np.zeros(len(new), np.int64), []
+        for step, dead in enumerate(self.nodes):
+            below = vocab.step(below, codes[:, step])
+            nodes, count = np.unique(below, return_counts=True)
+            low, high = vocab.items_below(nodes)
+            left = high - low - (np.searchsorted(known, high) - np.searchsorted(known, low))
+            levels.append(_merged(dead, nodes[count == left]))
+        return DeadNodes(_merged(known, new), tuple(levels))
+
+
+def _merged(ordered: Int64s, more: Int64s) -> Int64s:
+    """Two sorted arrays without common values as one."""
+    return np.insert(ordered, np.searchsorted(ordered, more), more)
+
 
 class ArtifactRef(NamedTuple):
     """Which version of an artifact; `since` is wall-clock ISO time of its load."""
@@ -148,7 +166,7 @@ class Snapshot:
         """What these items and the taken-down ones exhaust; None for none at all. items: numbers in any order."""
         if self.gone is None or not len(items):
             return self.gone or DeadNodes.of(self.vocab, items)
-        return DeadNodes.of(self.vocab, np.concatenate((self.gone.items, items)))
+        return self.gone.plus(self.vocab, items)
 
     def plan(self, name: str) -> Plan | None:
         """The plan that serves a policy: the default's where somebody has killed it; None = there is no such policy."""

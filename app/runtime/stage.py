@@ -1,0 +1,194 @@
+"""From a wanted set to a resident, and from a resident to the snapshot that new requests are admitted on.
+
+Everything slow happens beside the requests. What becomes visible is one reference swap: nothing drains, nothing is
+refused, and what is queued or running finishes on what it was admitted on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from app.config import Deployment
+from app.errors import Rejected
+from app.runtime.background import Background
+from app.runtime.desired import Option
+from app.runtime.in_force import InForce
+from app.runtime.ledger import Ledger
+from app.runtime.policy_updates import PolicyUpdates
+from app.runtime.preparing import Preparation, Want
+from app.runtime.residents import Resident, Residents, adopted
+from app.runtime.runtime import Runtime
+from app.runtime.snapshot import Snapshot
+from app.runtime.states import MOVES, State
+from app.runtime.status import now_iso
+from app.vocab.manifest import Kind
+
+IN_MEMORY: Final = frozenset({State.ACTIVE, State.READY, State.DRAINING})
+HEAVY: Final[tuple[Kind, ...]] = ("weights", "vocab")
+
+
+class Stage:
+    """The sets in memory, and their way there. Event loop only.
+
+    background  the thread for loading · composing: held by whoever makes the next snapshot out of the active one
+    compose     puts what else belongs to a snapshot into it: kills and take-downs
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        runtime: Runtime,
+        policies: PolicyUpdates,
+        background: Background,
+        composing: asyncio.Lock,
+        compose: Callable[[Snapshot], Snapshot],
+        ledger: Ledger,
+    ) -> None:
+        self._root, self._runtime, self._policies, self._ledger = root, runtime, policies, ledger
+        self._background, self._composing, self._compose = background, composing, compose
+        self._composer = Background("compose")  # a rollback does not wait for what is being loaded
+        self._burials: set[asyncio.Future[None]] = set()
+        self.residents = Residents(self._retire)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._composer.close()
+
+    def start(self, snapshot: Snapshot, deployment: Deployment) -> None:
+        """Take over what the runtime has started with."""
+        weights = Option(snapshot.weights.version, snapshot.weights.digest, {})
+        vocab = Option(snapshot.vocab_ref.version, snapshot.vocab_ref.digest, {})
+        self.residents.put(adopted(snapshot, weights, vocab, deployment))
+        self._runtime.on_idle(self.residents.idle)
+        self._runtime.swapped = self.residents.name
+
+    @property
+    def serving(self) -> Resident | None:
+        """The set that new requests are admitted on."""
+        active = self._runtime.active
+        return self.residents.get(active.batch_key) if active else None
+
+    def resident(self, want: Want) -> Resident | None:
+        """A set that is in memory."""
+        return next((one for one in self.residents if want.met_by(one)), None)
+
+    async def prepare(self, want: Want) -> Resident:
+        """Everything up to `ready`. Raises Refused for a version, Rejected where the set does not work together."""
+        active = self._runtime.active
+        assert active is not None, "updates begin when something serves"
+        preparation = Preparation(self._root, active.engine.device, self._background, self._moved)
+        parts = await preparation.parts(want, self.residents)
+        snapshot, state = await self._composed(parts.snapshot(active.policies))
+        await self._background.run(lambda: self._runtime.allocate(snapshot))
+        for kind, option in want.options:
+            self._moved(kind, option, State.WARMING)
+        warmed = await self._warmed(snapshot, state, frozenset())
+        resident = Resident(snapshot, want.weights, want.vocab, want.deployment, warmed, now_iso())
+        self.residents.put(resident)
+        self._mark()
+        return resident
+
+    async def promote(self, resident: Resident, cause: str) -> Snapshot:
+        """Admit new requests on a resident. Raises Rejected where the policies in force cannot serve with it."""
+        async with self._composing:
+            active = self._runtime.active
+            if active is not None and active.batch_key == resident.key:
+                return active
+            snapshot, state = await self._composed(resident.snapshot)
+            warmed = await self._warmed(snapshot, state, resident.warmed)
+            snapshot = self._compose(snapshot)  # somebody may have been killed meanwhile
+            self._runtime.swap(snapshot, cause)
+            self._policies.adopt(state)
+            warmed |= resident.warmed
+            self.residents.put(replace(resident, snapshot=snapshot, warmed=warmed, active_at=now_iso()))
+            self._ledger.note("cutover", snapshot=snapshot.id, before=active.id if active else None, cause=cause)
+        self._mark()
+        self._trim()
+        return snapshot
+
+    async def _composed(self, snapshot: Snapshot) -> tuple[Snapshot, InForce]:
+        """A snapshot with the policies in force, compiled for it. Raises Rejected where the default cannot serve."""
+        state = await self._policies.compiled_for(snapshot)
+        if state.policies.plan(state.policies.default) is None:
+            message = f"the default policy `{state.policies.default}` cannot serve with it"
+            raise Rejected("no_default_policy", message, location="policies/")
+        # take-downs of another vocab are looked up anew, which takes its time
+        made = await self._composer.run(lambda: self._compose(snapshot.having(policies=state.policies)))
+        return made, state
+
+    async def _warmed(self, snapshot: Snapshot, state: InForce, known: frozenset[str]) -> frozenset[str]:
+        """Serve a made-up request under every structure that was not tried on this snapshot. Raises Rejected."""
+        plans = tuple(plan for plan in state.policies.plans() if plan.structure.id not in known)
+        failed = await self._runtime.warm(snapshot, plans, alone=True)
+        if failed:
+            raise Rejected("canary_failed", next(iter(failed.values())))
+        return frozenset(plan.structure.id for plan in plans)
+
+    def _moved(self, kind: Kind, option: Option, state: State) -> None:
+        """A version goes on, or begins anew. What is in memory already keeps the state that it has there."""
+        now = self._ledger.state(kind, option.version)
+        if now in IN_MEMORY or now == state:
+            return
+        if now is not None and state not in MOVES[now]:
+            self._ledger.move(kind, option.version, State.DISCOVERED)
+        self._ledger.move(kind, option.version, state, digest=option.digest)
+
+    def _mark(self) -> None:
+        """Give every version the state that the snapshots in memory give it."""
+        active = self._runtime.active
+        uses = self.residents.uses(active.batch_key) if active else {}
+        for (kind, version), (state, digest) in uses.items():
+            now = self._ledger.state(kind, version)
+            if now in {State.RETIRED, State.REJECTED}:
+                self._ledger.move(kind, version, State.DISCOVERED)
+            if now in {State.DISCOVERED, State.WAITING, State.RETIRED, State.REJECTED, None}:
+                self._ledger.move(kind, version, State.VALIDATING)
+            if state is not State.READY and self._ledger.state(kind, version) not in IN_MEMORY:
+                self._ledger.move(kind, version, State.READY)
+            reason = self._ledger.reason(kind, version) if now in IN_MEMORY else None
+            self._ledger.move(kind, version, state, digest=digest, reason=reason)
+        for kind in HEAVY:
+            for version in self._ledger.versions(kind):
+                now = self._ledger.state(kind, version)
+                if (kind, version) not in uses and now in IN_MEMORY:
+                    if now is State.ACTIVE:
+                        self._ledger.move(kind, version, State.DRAINING)
+                    self._ledger.move(kind, version, State.RETIRED)
+
+    def _trim(self) -> None:
+        active = self._runtime.active
+        if active is not None:
+            self._keep(active.contract.limits.rollback)
+
+    def make_room(self) -> bool:
+        """Give up what is kept for rollbacks; whether there was anything."""
+        return self._keep(0)
+
+    def _keep(self, others: int) -> bool:
+        active = self._runtime.active
+        leaving = self.residents.trim(active.batch_key, others) if active else ()
+        self._mark()
+        for key in leaving:
+            if not self._runtime.held(key):
+                self.residents.idle(key)
+        return bool(leaving)
+
+    def _retire(self, resident: Resident) -> None:
+        """Nobody holds a set any more: its memory goes back, in the background, since freeing takes time, too."""
+        self._mark()
+        contract = resident.snapshot.contract.id
+        if contract not in self.residents.contracts():
+            self._runtime.forget(contract)
+        self._ledger.note("retired", snapshot=resident.snapshot.id)
+        burial = asyncio.ensure_future(self._background.run([resident].clear))
+        self._burials.add(burial)
+        burial.add_done_callback(self._burials.discard)
+
+    def documents(self) -> list[dict[str, object]]:
+        """The snapshots in memory, the active one first."""
+        active = self._runtime.active
+        return self.residents.documents(active, self._runtime.held) if active else []
