@@ -35,7 +35,7 @@ def shapes(rng: np.random.Generator) -> tuple[int, int, int]:
 
 def test_row_nested_quotas_are_the_same_after_a_cut_to_k():
     rng = np.random.default_rng(1)
-    for _ in range(400):
+    for _ in range(200):
         w, c, k = shapes(rng)
         on, rank = field(rng, w, c, k), ranks(rng, w, c)
         group = torch.from_numpy(rng.integers(0, 3, (w, 1)))
@@ -50,7 +50,7 @@ def test_row_nested_quotas_are_the_same_after_a_cut_to_k():
 def test_groups_that_cross_rows_are_not_cut_because_a_cut_to_k_is_wrong(kind):
     rng = np.random.default_rng(2)
     wrong = 0
-    for _ in range(1500):
+    for _ in range(500):
         w, c, k = shapes(rng)
         on, rank = field(rng, w, c, k), ranks(rng, w, c)
         groups = Quota(int(rng.integers(1, 3)), torch.from_numpy(rng.integers(0, 3, (w, c))))
@@ -63,7 +63,7 @@ def test_groups_that_cross_rows_are_not_cut_because_a_cut_to_k_is_wrong(kind):
 def test_one_unpenalised_cut_of_k_serves_all_groups_and_a_cut_to_the_group_size_does_not():
     rng = np.random.default_rng(3)
     wrong = 0
-    for _ in range(400):
+    for _ in range(200):
         w, c, groups = int(rng.integers(1, 7)), int(rng.integers(2, 13)), int(rng.integers(2, 4))
         k = groups * int(rng.integers(1, 4))
         on, rank = field(rng, w, c, k), ranks(rng, w, c)
@@ -79,7 +79,7 @@ def test_one_unpenalised_cut_of_k_serves_all_groups_and_a_cut_to_the_group_size_
 def test_exploration_needs_the_best_by_rank_and_by_key():
     rng = np.random.default_rng(4)
     wrong = 0
-    for _ in range(400):
+    for _ in range(200):
         w, c, k = shapes(rng)
         on, rank = field(rng, w, c, k), ranks(rng, w, c)
         noise = torch.from_numpy(rng.gumbel(size=(w, c)).astype(np.float32))

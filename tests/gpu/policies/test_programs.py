@@ -1,4 +1,4 @@
-"""Every kind of plan selects on a GPU what it selects on a CPU: equal survivors, equal ranks where nothing is summed."""
+"""Every kind of plan selects on a GPU what it selects on a CPU: equal survivors and ranks."""
 
 from __future__ import annotations
 
