@@ -13,6 +13,7 @@ from app.cli.output import JsonFlag, print_json, say
 from app.cli.policy_diff import diff
 from app.cli.policy_plan import plan as plan_command
 from app.cli.policy_replay import replay_command
+from app.cli.policy_test import test_command
 from app.core import Contract
 from app.policies.compile import check_policy, lower
 from app.policies.diagnostics import Diagnostic, render
@@ -140,6 +141,7 @@ def fmt(
 app.command("diff")(diff)
 app.command("plan")(plan_command)
 app.command("replay")(replay_command)
+app.command("test")(test_command)
 
 
 def deployed(root: Path) -> tuple[Contract, Catalogue | None]:

@@ -16,7 +16,7 @@ from app.runtime.snapshot import Snapshot
 HISTORY = 8
 
 
-class _Present:
+class Present:
     """A client that never leaves."""
 
     def gone(self, now: float) -> WidebeamError | None:
@@ -33,7 +33,7 @@ def canary_jobs(snapshot: Snapshot, plan: Plan, *, alone: bool) -> Iterator[tupl
     request, limits = Request("canary", HistoryIds(()), k=1), snapshot.contract.limits
 
     def job() -> Job:
-        return Job(request, _Present(), snapshot, plan, inputs, planned, None, None, 0.0)
+        return Job(request, Present(), snapshot, plan, inputs, planned, None, None, 0.0)
 
     yield (job(),)
     many = min(limits.batch, limits.rows // job().rows, 4)

@@ -26,8 +26,8 @@ MASKS = ("trie", "logits", "exclude", "seen", "mask", "numbers")
 
 
 @dataclass(frozen=True)
-class _Step:
-    """One step of the run, on the device.
+class Watched:
+    """One step of a run, on the device.
 
     inputs  what the policy's program was given · prefix [n, t - 1], order [n]: its rows' codes and places
     left    who is left after each phase, in their order: [n, F] bool
@@ -52,26 +52,33 @@ def explain(job: Job, lane: Transition, answer: Ranked) -> Explanation:
 
     lane: state memory that nobody else uses meanwhile. Engine thread only.
     """
+    seen, state = watch(job, lane)
+    [again] = rank_items([job], state, job.snapshot.vocab, len(seen))
+    items = fates(job, seen, state, job.request.explain or ())
+    return Explanation(tuple(map(_told, seen)), items, _mismatch(answer, again))
+
+
+@torch.inference_mode()
+def watch(job: Job, lane: Transition) -> tuple[list[Watched], BatchState]:
+    """Run a job alone, step by step, and keep what its policy was given and did. lane: as `explain`."""
     snapshot = job.snapshot
     engine, steps = snapshot.engine, len(snapshot.contract.steps)
     state = BatchState(lane, 1, steps, engine.device)
     selection = Selection([job], snapshot.trie, snapshot.contract.sizes, engine.device)
     output = engine.encode(batch_inputs(engine.input_specs(), [job.inputs], engine.device), state.arena)
-    seen: list[_Step] = []
+    seen: list[Watched] = []
     for t in range(1, steps + 1):
         if output is None:
             output = engine.step(t, state.rows(full=selection.needs_full(t)), state.arena)
         inputs, _ = selection.look(t, output, state)
         survivors = selection.select(t, output, state, [job.planned[t]]).survivors
-        seen.append(_watched(job, t, inputs, state, survivors))
+        seen.append(_look(job, t, inputs, state, survivors))
         state.advance(t, survivors, (0, job.planned[t]))
         output = None
-    [again] = rank_items([job], state, snapshot.vocab, steps)
-    items = _items(job, seen, state, job.request.explain or ())
-    return Explanation(tuple(map(_told, seen)), items, _mismatch(answer, again))
+    return seen, state
 
 
-def _watched(job: Job, t: int, inputs: StepInputs, state: BatchState, survivors: Survivors) -> _Step:
+def _look(job: Job, t: int, inputs: StepInputs, state: BatchState, survivors: Survivors) -> Watched:
     """Run the policy's step for its phases' sake."""
     program = job.plan.structure.steps[t - 1]
     told = _listen(program.run, inputs)
@@ -93,7 +100,7 @@ def _watched(job: Job, t: int, inputs: StepInputs, state: BatchState, survivors:
     matches = (inputs.code[parent] == code[:, None]) & inputs.legal[parent]
     kept[parent, matches.int().argmax(dim=1)] = True
     codes = job.snapshot.contract.sizes[t - 1]
-    return _Step(t, codes, inputs, state.sids, state.order, tuple(left), rank, kept, job.planned[t])
+    return Watched(t, codes, inputs, state.sids, state.order, tuple(left), rank, kept, job.planned[t])
 
 
 def _listen(run: Callable[[StepInputs], Scored], inputs: StepInputs) -> list[tuple[str, Tensor]]:
@@ -102,7 +109,7 @@ def _listen(run: Callable[[StepInputs], Scored], inputs: StepInputs) -> list[tup
     return told
 
 
-def _told(step: _Step) -> ExplainedStep:
+def _told(step: Watched) -> ExplainedStep:
     parents = int((step.inputs.parent > -torch.inf).sum())
     counts = [(phase, int(who.sum())) for phase, who in step.left]
     kept = int(step.kept.sum())
@@ -141,7 +148,8 @@ def _mismatch(answer: Ranked, again: Ranked) -> str | None:
 # ---- one item ------------------------------------------------------------------------------------------------------
 
 
-def _items(job: Job, steps: Sequence[_Step], state: BatchState, ids: tuple[str, ...]) -> tuple[ExplainedItem, ...]:
+def fates(job: Job, steps: Sequence[Watched], state: BatchState, ids: tuple[str, ...]) -> tuple[ExplainedItem, ...]:
+    """What became of items in a run that was watched; `state` as it was left."""
     if not ids:
         return ()
     vocab = job.snapshot.vocab
@@ -150,7 +158,7 @@ def _items(job: Job, steps: Sequence[_Step], state: BatchState, ids: tuple[str, 
     return tuple(_item(job, steps, whole, id_, int(item)) for id_, item in zip(ids, vocab.find(ids), strict=True))
 
 
-def _item(job: Job, steps: Sequence[_Step], whole: Ranked, id_: str, item: int) -> ExplainedItem:
+def _item(job: Job, steps: Sequence[Watched], whole: Ranked, id_: str, item: int) -> ExplainedItem:
     if item < 0:
         return ExplainedItem(id_, "unknown")
     gone, excluded = job.snapshot.gone, job.excluded
@@ -166,7 +174,7 @@ def _item(job: Job, steps: Sequence[_Step], whole: Ranked, id_: str, item: int) 
     return _final(job, whole, id_, item)
 
 
-def _fate(step: _Step, id_: str, sid: Sequence[int]) -> ExplainedItem | None:
+def _fate(step: Watched, id_: str, sid: Sequence[int]) -> ExplainedItem | None:
     """Where the item's prefix left the step, or None where it survived."""
     before = torch.tensor(sid[: step.t - 1], device=step.prefix.device)
     rows = (step.prefix == before).all(dim=1) & (step.inputs.parent > -torch.inf)
@@ -194,7 +202,7 @@ def _fate(step: _Step, id_: str, sid: Sequence[int]) -> ExplainedItem | None:
     )
 
 
-def _place(step: _Step, at: tuple[int, int]) -> int:
+def _place(step: Watched, at: tuple[int, int]) -> int:
     """The candidate's place in T0 among all that were ranked, from 1."""
     number = step.order[:, None] * step.codes + step.inputs.code
     ahead = (step.rank > step.rank[at]) | ((step.rank == step.rank[at]) & (number < number[at]))
