@@ -69,7 +69,7 @@ def routes(control: Control) -> APIRouter:
         """Kill or revive policies and experiments from the next admission on."""
         asked = await body(request, Kill)
         try:
-            return answer(control.kill(asked.kill, asked.revive))
+            return answer(await control.kill(asked.kill, asked.revive))
         except OSError as error:
             raise Refused(f"the kill cannot be kept: {error.strerror}") from error
 

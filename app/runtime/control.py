@@ -25,7 +25,7 @@ class Control(Protocol):
     async def check_policy(self, name: str, text: str) -> Document:
         """{"ok", "policy_id", "diagnostics"} of a text; nothing is installed. Raises NotReady."""
 
-    def kill(self, add: Iterable[str], remove: Iterable[str]) -> Document:
+    async def kill(self, add: Iterable[str], remove: Iterable[str]) -> Document:
         """Kill and revive policies and experiments from the next admission on; {"killed": [{"name", "by"}]}.
 
         Raises InvalidRequest for the default policy and for what cannot be a name, OSError where it cannot be kept.

@@ -52,7 +52,7 @@ class Live:
         self._ledger = ledger
         self._watch = Watch(root, FOLDERS, log, events=deployment.server.watch == "events")
         self._hints = {name: self._watch.hint() for name in ("start", "policies", "artifacts", "takedowns")}
-        self._kill = KillSwitch(root / SHOWN, state)
+        self._kill, self._killing = KillSwitch(root / SHOWN, state), asyncio.Lock()
         self._policies = PolicyUpdates(root, state, runtime, composing, metrics, log, clock)
         self._takedowns = TakedownUpdates(root, state, runtime, composing, self._compose, ledger, log)
         self._artifacts = ArtifactUpdates(
@@ -140,14 +140,15 @@ class Live:
             self._runtime.swap(active.having(killed=names), "kill")
             self._log.warning("killed", names=sorted(names))
 
-    def kill(self, add: Iterable[str], remove: Iterable[str]) -> dict[str, object]:
+    async def kill(self, add: Iterable[str], remove: Iterable[str]) -> dict[str, object]:
         """Kill or revive policies and experiments from the next admission on. Raises InvalidRequest for the default."""
         add = tuple(add)
         active = self._runtime.active
         if active is not None and active.policies.default in add:
             message = f"`{active.policies.default}` is the default: it can be rolled back, not killed"
             raise InvalidRequest(message, path="$.kill")
-        self._apply_kill(self._kill.post(add, remove))
+        async with self._killing:
+            self._apply_kill(await asyncio.to_thread(self._kill.post, add, tuple(remove)))
         return {"killed": self._kill.document()}
 
     # ---- policies ------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class Operations:
         """
         resident = self._named(snapshot_id)
         snapshot = await self._artifacts.stage.promote(resident, cause)
-        self._write_pin({"weights": resident.weights.version, "vocab": resident.vocab.version}, cause)
+        await self._write_pin({"weights": resident.weights.version, "vocab": resident.vocab.version}, cause)
         return {"snapshot": snapshot.id, "state": "active", "pin": self._pin()}
 
     async def ask(self, versions: dict[Kind, str], wait_s: float) -> Document:
@@ -64,7 +64,7 @@ class Operations:
             if not is_version(version):
                 raise InvalidRequest(f"{version[:128]!r} cannot be a version", path=f"$.{kind}")
             self._check(kind, version)
-        self._write_pin(versions, "promote")
+        await self._write_pin(versions, "promote")
         end = asyncio.get_running_loop().time() + min(wait_s, MAX_WAIT_S)
         while not self._serves(versions):
             told, left = self._artifacts.told, end - asyncio.get_running_loop().time()
@@ -108,9 +108,10 @@ class Operations:
         mine = {"weights": active.weights.version, "vocab": active.vocab_ref.version}
         return all(mine[kind] == version for kind, version in versions.items())
 
-    def _write_pin(self, versions: dict[Kind, str], cause: str) -> None:
+    async def _write_pin(self, versions: dict[Kind, str], cause: str) -> None:
         if self._pin() != versions:
-            state_dir.write(self._pin_file, msgspec.json.encode(versions) + b"\n")
+            data = msgspec.json.encode(versions) + b"\n"
+            await asyncio.to_thread(state_dir.write, self._pin_file, data)
             self._note(cause, versions)
 
     def _pin(self) -> object:

@@ -51,6 +51,8 @@ class PolicyUpdates:
         self._metrics, self._log, self._clock = metrics, log, clock
         self._background = Background("policies")
         self._cache = Cache()
+        self._savings: set[asyncio.Future[None]] = set()
+        state_dir.clean(state)
         self._saved: Mapping[str, Kept] = state_dir.load_last_good(state)
         self.in_force: InForce | None = None
 
@@ -161,6 +163,12 @@ class PolicyUpdates:
         if before is None or before.generation != state.generation:
             ids = {plan.policy: plan.policy_id for plan in state.policies.plans()}
             self._log.info("policies_live", generation=state.generation, default=state.policies.default, policies=ids)
+        saving = asyncio.ensure_future(self._background.run(partial(self._save, state)))
+        self._savings.add(saving)
+        saving.add_done_callback(self._savings.discard)
+
+    def _save(self, state: InForce) -> None:
+        """Write down what serves, in the background and in order: a disk may take its time."""
         try:
             state_dir.save_last_good(self._state_dir, state.kept, self._saved)
             self._saved = state.kept

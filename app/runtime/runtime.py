@@ -140,6 +140,9 @@ class Runtime:
         self._metrics.cutovers_total.labels(cause).inc()
         versions = {"weights": snapshot.weights.version, "vocab": snapshot.vocab_ref.version}
         self._metrics.snapshot("active", {"id": snapshot.id, **versions})
+        if before is not None and before.batch_key != snapshot.batch_key:
+            old = {"weights": before.weights.version, "vocab": before.vocab_ref.version}
+            self._metrics.snapshot("previous", {"id": before.id, **old})
         self._log.info(
             "snapshot_active", snapshot=snapshot.id, before=before.id if before else None, cause=cause,
             contract=snapshot.contract.id, policies=snapshot.policies.id, **versions,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,13 @@ def write(path: Path, data: bytes) -> None:
     except BaseException:
         os.unlink(name)  # noqa: PTH108
         raise
+
+
+def clean(state: Path) -> None:
+    """Take away what a process that was killed in the middle of a write has left."""
+    for path in state.rglob(".tmp-*"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def read(path: Path) -> bytes | None:

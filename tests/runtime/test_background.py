@@ -99,3 +99,11 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path, monkeypa
         state_dir.write(tmp_path / "pin.json", b"new")
     assert state_dir.read(tmp_path / "pin.json") == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["pin.json"]
+
+
+def test_what_a_killed_process_left_is_taken_away(tmp_path):
+    state_dir.write(tmp_path / "last_good" / "a.json", b"x")
+    (tmp_path / "last_good" / ".tmp-abc").write_bytes(b"half")
+    state_dir.clean(tmp_path)
+    assert [path.name for path in (tmp_path / "last_good").iterdir()] == ["a.json"]
+    state_dir.clean(tmp_path / "nowhere")
