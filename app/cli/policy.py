@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import app as package
+from app.cli import policy_files
 from app.cli.deployment import read_deployment
 from app.cli.output import JsonFlag, print_json, say
 from app.cli.policy_diff import diff
@@ -84,11 +85,18 @@ def explain(
 
 @app.command()
 def show(
-    policy: Annotated[str, typer.Argument(help="Name of a policy of ROOT, or a policy file")],
+    policy: Annotated[str, typer.Argument(help="Name of a policy of ROOT, a policy file, or an id that has served")],
     root: Root = Path(),
+    out: Annotated[Path | None, typer.Option(help="Write its file, and its parents', into this folder")] = None,
 ) -> None:
     """Print the resolved policy and its ids as JSON."""
-    _, plan = _plan(policy, root, *deployed(root))
+    if out is not None or policy_files.POLICY_ID.fullmatch(policy):
+        on = policy_files.deployed(root)
+        plan = on.policy(policy)
+        if out is not None:
+            policy_files.write(*on.texts(policy), out)
+    else:
+        _, plan = _plan(policy, root, *deployed(root))
     ids = {
         "policy": plan.policy,
         "policy_id": plan.policy_id,

@@ -19,6 +19,7 @@ from app.policies.facts import Catalogue
 from app.policies.last_good import Kept
 from app.policies.load import Folder, PolicySet, compile_folder, snapshot
 from app.policies.plan import Plan
+from app.policies.resolve import Library
 from app.runtime.columns import catalogue_of
 from app.runtime.desired import wishes
 from app.runtime.loader import load_contract
@@ -53,7 +54,7 @@ class Deployed(NamedTuple):
     def policy(self, policy: str) -> Plan:
         """A policy by the name of a file of the root, by path, or by the id under which it has served; findings go to
         stderr, and errors end the command."""
-        texts, name = self._texts(policy)
+        texts, name = self.texts(policy)
         loaded = compile_folder(texts, self.contract, self.catalogue).policies[name]
         if loaded.findings:
             say(render(loaded.findings))
@@ -63,7 +64,8 @@ class Deployed(NamedTuple):
             raise typer.Exit(1)
         return loaded.plan
 
-    def _texts(self, policy: str) -> tuple[Folder, str]:
+    def texts(self, policy: str) -> tuple[Folder, str]:
+        """The files that a policy, by name, path or id, is made of, and its name among them."""
         path = Path(policy) if policy.endswith(".yaml") else self.root / "policies" / f"{policy}.yaml"
         if path.is_file():
             folder = snapshot(path.parent, path.parent.as_posix())
@@ -81,3 +83,16 @@ def deployed(root: Path) -> Deployed:
     vocabs = wishes(root, root / deployment.server.state_dir, "vocab").found
     catalogue = catalogue_of(load_vocab(vocabs[0].directory, deployment.sid.sizes)) if vocabs else None
     return Deployed(root, deployment, load_contract(root, deployment), catalogue)
+
+
+def write(texts: Folder, name: str, out: Path) -> None:
+    """A policy's file and its ancestors' into a folder; a file that is there with another text ends the command."""
+    chain = Library(texts.sources).chain(name) or (name,)
+    files = {out / f"{one}.yaml": texts.sources[one].data for one in chain}
+    taken = [path for path, data in files.items() if path.exists() and path.read_bytes() != data]
+    if taken:
+        raise typer.BadParameter(f"{taken[0]} is there already, with another text")
+    out.mkdir(parents=True, exist_ok=True)
+    for path, data in files.items():
+        path.write_bytes(data)
+        say(f"wrote {path}")

@@ -82,6 +82,26 @@ def test_a_file_and_an_id_that_has_served(root):
     assert found["changes"] == [{"place": "param w value", "before": "1", "after": "1.5"}]
 
 
+def test_a_policy_that_has_served_is_shown_and_written_by_its_id(root, tmp_path):
+    (root / "policies" / "child.yaml").write_text("widebeam: 1\nextends: feed\nwidths: [2, 2, 2]\n")
+    before = deployed(root).in_force()
+    kept = before.policies["child"]
+    save_policies(root / "state", {kept.plan.policy_id: kept.kept})
+    (root / "policies" / "child.yaml").unlink()
+    (root / "policies" / "feed.yaml").write_text(FEED.replace("value: 1", "value: 1.5"))
+    out = tmp_path / "out"
+    result = run("show", kept.plan.policy_id, "--root", root, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["policy_id"] == kept.plan.policy_id
+    assert {path.name: path.read_text() for path in out.iterdir()} == {
+        "feed.yaml": FEED,
+        "child.yaml": "widebeam: 1\nextends: feed\nwidths: [2, 2, 2]\n",
+    }
+    again = run("show", "feed", "--root", root, "--out", out)
+    assert (again.exit_code, (out / "feed.yaml").read_text()) == (2, FEED)
+    assert run("show", "0123456789ab", "--root", root).exit_code == 2
+
+
 def test_what_is_no_policy_is_wrong_usage_and_a_broken_one_fails(root):
     edited(root, "feed", "widebeam: 1\nstep: 1\n", to="policies")
     assert run("diff", "base", "nothing", "--root", root).exit_code == 2
