@@ -35,11 +35,11 @@ class _Checker:
         self.widths = widths_of(policy, contract)
         self.rows = planned(self.widths, contract.sizes, trie_prefixes(policy, catalogue))
         self.idle: dict[Span, list[bool]] = {}
+        self.said: set[tuple[str, Span]] = set()
 
     def run(self) -> None:
         for t in range(1, len(self.contract.steps) + 1):
-            self.defined(t)
-            if self.found.errors:
+            if not self.defined(t):
                 continue
             self.select(t)
             self.quota(t)
@@ -49,25 +49,35 @@ class _Checker:
         self.final()
         for span, idle in self.idle.items():
             if all(idle):
-                self.found.add("W002", span, "this has no effect", "remove it, or change its argument")
+                self.add("W002", span, "this has no effect", "remove it, or change its argument")
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
-    def defined(self, t: int) -> None:
-        """K007: what a step does not have yet."""
+    def add(self, code: str, span: Span, message: str, hint: str = "") -> None:
+        """One finding a place: what is wrong at step 1 need not be said again for step 2."""
+        if (code, span) not in self.said:
+            self.said.add((code, span))
+            self.found.add(code, span, message, hint)
+
+    def defined(self, t: int) -> bool:
+        """K007: whether a step has all that it reads."""
+        known = True
         for node in self.nodes(t):
             for part in walk(node):
                 if isinstance(part, Index) and not 1 <= part.index <= t:
                     self.later(part.span, f"`{show(part)}`", part.index, t)
+                    known = False
                 if isinstance(part, Field) and part.space in ("attr", "prior", "blocked", "boosted"):
                     column = self.facts[f"{part.space}.{part.name}"]
                     if column.first > t:
                         self.later(part.span, f"`{column.key}`", column.first, t)
+                        known = False
+        return known
 
     def later(self, span: Span, what: str, first: int, t: int) -> None:
         possible = 1 <= first <= len(self.contract.steps)
         hint = f"defined from step {first}" if possible else f"the deployment has steps 1 to {len(self.contract.steps)}"
-        self.found.add("K007", span, f"{what} is not defined at step {t}", hint)
+        self.add("K007", span, f"{what} is not defined at step {t}", hint)
 
     def nodes(self, t: int) -> Iterator[Expr]:
         for resolved in self.policy.steps[t - 1].values():
@@ -86,20 +96,20 @@ class _Checker:
             if width % groups:
                 span = _argument_span(select, "groups")
                 hint = f"use a divisor of {list(self.widths)}"
-                self.found.add("K005", span, f"{groups} groups do not divide width {width} of step {t}", hint)
+                self.add("K005", span, f"{groups} groups do not divide width {width} of step {t}", hint)
         if select.op == "stochastic":
             rank = step["rank"]
             if step["normalize"].value != "valid":
                 hint = "write `normalize: valid`; otherwise the sample has another distribution"
-                self.found.add("K011", select.name_span, f"`stochastic` at step {t} needs `normalize: valid`", hint)
+                self.add("K011", select.name_span, f"`stochastic` at step {t} needs `normalize: valid`", hint)
             if rank.span is not None and show_of(rank) != "score":
                 hint = "its own noise orders the candidates; change `score` or `logits`"
-                self.found.add("K012", rank.span, f"`rank` is given together with `stochastic` at step {t}", hint)
+                self.add("K012", rank.span, f"`rank` is given together with `stochastic` at step {t}", hint)
         for word in ("quota", "prune"):
             if select.op != "top" and operations(step[word]) and not (word == "prune" and select.op == "diverse"):
                 span = operations(step[word])[0].name_span
                 message = f"`{word}` does not go together with `{select.op}` at step {t}"
-                self.found.add("K014", span, message, f"write `{word}: none` for that step, or select by `top()`")
+                self.add("K014", span, message, f"write `{word}: none` for that step, or select by `top()`")
 
     def quota(self, t: int) -> None:
         given = operations(self.policy.steps[t - 1]["quota"])
@@ -109,7 +119,7 @@ class _Checker:
             for _, other in caps[:at]:
                 if not (group.inside(other) or other.inside(group)):
                     message = f"caps of `{group.text}` and `{other.text}` cross at step {t}"
-                    self.found.add(
+                    self.add(
                         "K009", one.name_span, message, "caps must lie inside each other, as `parent` in `token[1]`"
                     )
             self.fills(t, one, group)
@@ -126,7 +136,7 @@ class _Checker:
         target = self.rows[t - 1]
         if values is not None and not alone and most * values < target:
             message = f"{values} groups of at most {most} hold fewer than the {target} survivors of step {t}"
-            self.found.add("K006", _argument_span(one, "max"), message, "a larger cap, or a smaller width")
+            self.add("K006", _argument_span(one, "max"), message, "a larger cap, or a smaller width")
 
     def floors(self, t: int, groups: list[tuple[Operation, Group]]) -> None:
         floors = [(one, group, int(argument(one, "min"))) for one, group in groups if one.op == "floor"]
@@ -138,13 +148,13 @@ class _Checker:
             for cap, most in caps:
                 if cap.text == group.text and least > most:
                     message = f"the floor {least} of `{group.text}` is above its cap {most}"
-                    self.found.add("K008", _argument_span(one, "min"), message, "")
+                    self.add("K008", _argument_span(one, "min"), message, "")
                 elif group.many and not cap.inside(group):
                     message = f"the cap of `{cap.text}` crosses the floors of `{group.text}` at step {t}"
-                    self.found.add("K009", one.name_span, message, "the cap's groups must lie inside the floor's")
+                    self.add("K009", one.name_span, message, "the cap's groups must lie inside the floor's")
         if total > self.widths[t - 1]:
             message = f"floors of {total} are above the width {self.widths[t - 1]} of step {t}"
-            self.found.add("K008", floors[-1][0].name_span, message, "")
+            self.add("K008", floors[-1][0].name_span, message, "")
 
     def normal(self, t: int) -> None:
         logits, normalize = self.policy.steps[t - 1]["logits"], self.policy.steps[t - 1]["normalize"]
@@ -156,7 +166,7 @@ class _Checker:
         ):
             message = f"`normalize: full` with changed logits at step {t}"
             hint = "the sum over the model's whole vocabulary is that of the raw logits; use `step` or `valid`"
-            self.found.add("K015", logits.span, message, hint)
+            self.add("K015", logits.span, message, hint)
 
     # ---- effect ----------------------------------------------------------------------------------------------------
 
@@ -185,7 +195,7 @@ class _Checker:
             neutral = {"+": 0.0, "-": 0.0, "*": 1.0, "/": 1.0, "**": 1.0}[part.op]
             left = constant(part.left) if part.op in ("+", "*") else None
             if neutral in (constant(part.right), left):
-                self.found.add("W002", part.span, f"`{show(part)}` changes nothing", "remove it")
+                self.add("W002", part.span, f"`{show(part)}` changes nothing", "remove it")
             if part.op == "*":
                 self.boost(part)
 
@@ -198,7 +208,7 @@ class _Checker:
                 reach = max(abs(low), abs(high)) * (fact.high - fact.low)
                 if BOOST < reach < math.inf:
                     message = f"`{show(part)}` can move a rank by {reach:g} nats"
-                    self.found.add("W005", part.span, message, f"above {BOOST:g} nats it outruns any likelihood")
+                    self.add("W005", part.span, message, f"above {BOOST:g} nats it outruns any likelihood")
 
     def note(self, one: Operation, idle: bool) -> None:
         self.idle.setdefault(one.span, []).append(idle)
@@ -214,11 +224,11 @@ class _Checker:
             for other_t, other in enumerate(selects, 1):
                 if other.op != select.op:
                     message = f"`{select.op}` stands at step {t} and not at step {other_t}"
-                    self.found.add("K014", select.name_span, message, "its beams carry a number from the first step on")
+                    self.add("K014", select.name_span, message, "its beams carry a number from the first step on")
                     break
                 if other.op == "diverse" and argument(other, "groups") != argument(select, "groups"):
                     message = f"steps {min(t, other_t)} and {max(t, other_t)} have different numbers of groups"
-                    self.found.add("K014", _argument_span(select, "groups"), message, "")
+                    self.add("K014", _argument_span(select, "groups"), message, "")
                     break
 
     def final(self) -> None:
@@ -228,16 +238,16 @@ class _Checker:
         floors = [one for one in quota if one.op == "floor"]
         if floors and rerank:
             message = "floors of the list do not go together with `rerank`"
-            self.found.add("K014", floors[0].name_span, message, "the rerank would choose among them again")
+            self.add("K014", floors[0].name_span, message, "the rerank would choose among them again")
         for one in floors:
             for cap in quota:
                 if cap.op == "cap" and show(_group_node(cap)) == show(_group_node(one)):
                     least, top = int(argument(one, "min")), int(argument(cap, "max"))
                     if least > top:
                         message = f"the floor {least} of `{show(_group_node(one))}` is above its cap {top}"
-                        self.found.add("K008", _argument_span(one, "min"), message, "")
+                        self.add("K008", _argument_span(one, "min"), message, "")
         if sum(int(argument(one, "min")) for one in floors) > most:
-            self.found.add("K008", floors[-1].name_span, f"floors of the list are above its limit {most}", "")
+            self.add("K008", floors[-1].name_span, f"floors of the list are above its limit {most}", "")
 
 
 def show_of(resolved: Resolved) -> str:
