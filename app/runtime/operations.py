@@ -50,9 +50,13 @@ class Operations:
 
         Raises InvalidRequest where it is not in memory, Rejected where the policies cannot serve with it.
         """
-        resident = self._named(snapshot_id)
-        snapshot = await self._artifacts.stage.promote(resident, cause)
+        resident, before = self._named(snapshot_id), self._pin()
         await self._write_pin({"weights": resident.weights.version, "vocab": resident.vocab.version}, cause)
+        try:
+            snapshot = await self._artifacts.stage.promote(resident, cause)
+        except Rejected:
+            await self._restore(before)
+            raise
         return {"snapshot": snapshot.id, "state": "active", "pin": self._pin()}
 
     async def ask(self, versions: dict[Kind, str], wait_s: float) -> Document:
@@ -113,6 +117,13 @@ class Operations:
             data = msgspec.json.encode(versions) + b"\n"
             await asyncio.to_thread(state_dir.write, self._pin_file, data)
             self._note(cause, versions)
+
+    async def _restore(self, pin: object) -> None:
+        """Put back what was asked for before a decision that could not be carried out."""
+        if pin is None:
+            self._pin_file.unlink(missing_ok=True)
+        else:
+            await asyncio.to_thread(state_dir.write, self._pin_file, msgspec.json.encode(pin) + b"\n")
 
     def _pin(self) -> object:
         data = state_dir.read(self._pin_file)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from app.cli.compose import read_deployment
-from app.runtime import memory, preparing
+from app.errors import Rejected
+from app.runtime import memory, preparing, state_dir
 from app.runtime.desired import Option
 from app.runtime.loader import bind, read_weights
 from app.vocab.artifact import load_vocab
@@ -188,6 +189,36 @@ async def test_rollback_and_promote_are_instant_pinned_and_idempotent(tmp_path):
         assert serving("v2")(await server.status())
         await load.end()
         assert new is not None
+
+
+async def test_a_decision_that_cannot_be_kept_or_carried_out_changes_nothing(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        weights(root, "v2", 1)
+        old = (await server.settles(serving("v2")))["history"][0]["to"]
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(state_dir, "write", full)
+            reply = await server.post(f"snapshots/{old}:rollback")
+            assert (reply.status, "No space" in reply.json()["error"]["message"]) == (503, True)
+            assert (await server.post("kill", {"kill": ["narrow"]})).status == 503
+        assert serving("v2")(await server.status())
+        assert (await server.status())["killed"] == []
+
+        async def refuse(*_):
+            raise Rejected("no_default_policy", "the default policy cannot serve with it")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server.live._artifacts.stage, "promote", refuse)
+            reply = await server.post(f"snapshots/{old}:rollback")
+            assert (reply.status, reply.json()["error"]["code"]) == (422, "no_default_policy")
+            assert not (root / "state" / "pin.json").exists()
+        assert serving("v2")(await server.status())
+        assert (await server.post(f"snapshots/{old}:rollback")).status == 200
+        assert serving("v1")(await server.status())
 
 
 async def test_a_pin_outlives_the_server_and_release_json_is_followed(tmp_path):
