@@ -24,7 +24,7 @@ def all_steps(*lines: str) -> str:
         ("  last:\n    select: diverse(groups=4, penalty=0.4)\n", ["K014"]),
         (
             "  all: {select: 'diverse(groups=4, penalty=1)'}\n  2: {select: 'diverse(groups=8, penalty=1)'}\n",
-            ["K014"],
+            ["K014"] * 2,
         ),
         (all_steps("select: diverse(groups=4, penalty=0.4)", "prune:", "  - within(3)"), []),
         (all_steps("normalize: valid", "select: stochastic()"), []),
@@ -36,7 +36,7 @@ def all_steps(*lines: str) -> str:
         (all_steps("select: explore(share=0.001)"), ["W002"]),
         ("  3:\n    quota:\n      - cap(token[1], max=16)\n      - cap(parent, max=4)\n", []),
         (
-            "  3:\n    quota:\n      - cap(prefix[2], max=4)\n      - cap(prefix[1], max=16)\n      - cap(parent, max=3)\n",
+            "  3:\n    quota:\n      - cap(prefix[2], 4)\n      - cap(prefix[1], 16)\n      - cap(parent, 3)\n",
             [],
         ),
         ("  3:\n    quota:\n      - cap(token[2], max=16)\n      - cap(parent, max=4)\n", []),
