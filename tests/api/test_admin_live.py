@@ -37,33 +37,32 @@ async def test_every_route_needs_its_right(tmp_path):
         assert (await get(server.admin, "/admin/v1/snapshots", authorization=READ)).status == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status"),
-    [
-        ("kill", b"{", 400),
-        ("kill", {"kill": "a"}, 422),
-        ("kill", {"kill": [""]}, 422),
-        ("kill", {"nope": []}, 422),
-        ("kill", {"kill": ["x" * 200]}, 422),
-        ("policies:check", {"name": "A", "text": ""}, 422),
-        ("policies:check", b"\xff", 400),
-        ("snapshots:promote", {}, 422),
-        ("snapshots:promote", {"weights": "../v1"}, 422),
-        ("snapshots:promote", {"weights": "/etc"}, 422),
-        ("snapshots:promote", {"weights": "v9"}, 422),
-        ("snapshots:promote?wait=-1", {"weights": "v1"}, 422),
-        ("snapshots:promote?wait=x", {"weights": "v1"}, 422),
-        ("snapshots/..%2f..%2fetc:promote", None, 404),
-        ("snapshots/nope:rollback", None, 422),
-        ("snapshots/nope:nothing", None, 404),
-    ],
-)
-async def test_what_is_wrong_is_the_clients_and_changes_nothing(shared, path, body, status):
-    server = shared
-    reply = await server.post(path, body)
-    assert reply.status == status, reply.body
-    assert set(reply.json()["error"]) >= {"code", "message", "retryable"}
-    document = await server.status()
+WRONG = [
+    ("kill", b"{", 400),
+    ("kill", {"kill": "a"}, 422),
+    ("kill", {"kill": [""]}, 422),
+    ("kill", {"nope": []}, 422),
+    ("kill", {"kill": ["x" * 200]}, 422),
+    ("policies:check", {"name": "A", "text": ""}, 422),
+    ("policies:check", b"\xff", 400),
+    ("snapshots:promote", {}, 422),
+    ("snapshots:promote", {"weights": "../v1"}, 422),
+    ("snapshots:promote", {"weights": "/etc"}, 422),
+    ("snapshots:promote", {"weights": "v9"}, 422),
+    ("snapshots:promote?wait=-1", {"weights": "v1"}, 422),
+    ("snapshots:promote?wait=x", {"weights": "v1"}, 422),
+    ("snapshots/..%2f..%2fetc:promote", None, 404),
+    ("snapshots/nope:rollback", None, 422),
+    ("snapshots/nope:nothing", None, 404),
+]
+
+
+async def test_what_is_wrong_is_the_clients_and_changes_nothing(shared):
+    for path, body, status in WRONG:
+        reply = await shared.post(path, body)
+        assert reply.status == status, (path, body, reply.body)
+        assert set(reply.json()["error"]) >= {"code", "message", "retryable"}
+    document = await shared.status()
     assert (document["ready"], document["killed"], document["desired"].get("asked", {})) == (True, [], {})
 
 
