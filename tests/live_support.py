@@ -55,7 +55,7 @@ class LiveServer:
     async def ready(self) -> None:
         await self.settles(lambda status: status["ready"])
 
-    async def settles(self, condition, seconds: float = 20.0) -> dict:
+    async def settles(self, condition, seconds: float = 60.0) -> dict:
         """Poll the status until a condition holds."""
         end = asyncio.get_running_loop().time() + seconds
         while not condition(status := await self.status()):
@@ -63,7 +63,7 @@ class LiveServer:
             await asyncio.sleep(0.02)
         return status
 
-    async def sees(self, look, seconds: float = 20.0) -> None:
+    async def sees(self, look, seconds: float = 60.0) -> None:
         """Ask until an answer is what a test waits for."""
         end = asyncio.get_running_loop().time() + seconds
         while not await look(self):

@@ -31,6 +31,7 @@ from app.runtime.survey import Candidate, Survey, read_overlay, survey
 from app.vocab.manifest import Kind, verify
 
 PERIOD_S: Final = 5.0
+QUIET_S: Final = 0.2
 
 
 class ArtifactUpdates:
@@ -92,7 +93,7 @@ class ArtifactUpdates:
     async def check(self) -> None:
         """Bring what serves up to what the disk asks for."""
         while True:
-            seen = await self._background.run(lambda: survey(self._root, self._state_dir, self._survey, HEAVY))
+            seen = await self._still_survey()
             await self._look(seen)
             generation = self._policies.generation
             if generation != self._settled[1]:  # what did not go with the policies may go with them now
@@ -103,6 +104,16 @@ class ArtifactUpdates:
                 self._settled = (seen.fingerprint, generation)
                 return
             self._tell()
+
+    async def _still_survey(self) -> Survey:
+        """What the disk says; an overlay that has changed is believed when two surveys agree on it."""
+        known = self._survey
+        while True:
+            seen = await self._background.run(lambda: survey(self._root, self._state_dir, self._survey, HEAVY))
+            if known is None or seen.deployment == known.deployment:
+                return seen
+            known = seen
+            await asyncio.sleep(QUIET_S)
 
     async def _pursue(self, seen: Survey) -> bool:
         """One step towards what is wanted; False where there is nothing left to do for this survey."""
@@ -265,8 +276,10 @@ class ArtifactUpdates:
 
     async def _prepare(self, want: Want) -> Resident | None:
         """A set in memory, or None where something was refused and written down."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
-            return await self.stage.prepare(want)
+            resident = await self.stage.prepare(want)
         except Refused as error:
             if error.error.code == "no_memory" and self.stage.make_room():
                 return None  # and once more
@@ -276,6 +289,11 @@ class ArtifactUpdates:
                 self._refuse(error.kind, error.version, error.error)
         except Rejected as error:
             self._set_apart(want, error)
+        else:
+            versions = {kind: option.version for kind, option in want.options}
+            took = round(1e3 * (clock() - began), 1)
+            self._log.info("snapshot_ready", snapshot=resident.snapshot.id, prepare_ms=took, **versions)
+            return resident
         return None
 
     def _tell(self) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 T = TypeVar("T")
-NICE: Final = 10
+NICE: Final = 5
 CLOSE_S: Final = 2.0
 
 

@@ -42,10 +42,10 @@ class Cutovers:
     """The newest cutovers, and the measurement of their hold: from the first admission on a new snapshot to the first
     batch with it, less the rest of the batch that was running. Event loop only.
 
-    measured  called with the seconds of each hold
+    measured  called with each cutover when its hold is known
     """
 
-    def __init__(self, clock: Callable[[], float], measured: Callable[[float], None]) -> None:
+    def __init__(self, clock: Callable[[], float], measured: Callable[[Cutover, float], None]) -> None:
         self._clock, self._measured = clock, measured
         self._history: deque[Cutover] = deque(maxlen=REMEMBERED)
         self._wait: _Wait | None = None
@@ -72,7 +72,7 @@ class Cutovers:
             hold = max(0.0, waited - wait.rest)
             self._history[-1] = replace(self._history[-1], hold_ms=round(1e3 * hold, 3))
             self._wait = None
-            self._measured(hold)
+            self._measured(self._history[-1], hold)
 
     def documents(self) -> list[dict[str, object]]:
         """The history, oldest first."""

@@ -59,7 +59,7 @@ class Live:
             root, deployment, runtime, self._policies, composing, self._compose, ledger, log
         )
         self._operations = Operations(root, state, runtime, self._artifacts, self._hints["artifacts"], ledger, log)
-        self._background = Background("start", heavy=True)
+        self._background = Background("start")
 
     # ---- life ----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from app.runtime.admission import Admission, Admitted
 from app.runtime.background import Background
 from app.runtime.batcher import Batcher
 from app.runtime.canary import canary_jobs
-from app.runtime.cutover import Cutovers
+from app.runtime.cutover import Cutover, Cutovers
 from app.runtime.explainer import Explainer
 from app.runtime.exposure import exposures, with_files
 from app.runtime.job import Batch, Job, Served, seed_of
@@ -64,7 +64,7 @@ class Runtime:
         self._steps = StepLoop(clock, metrics, transition)
         self._thread = EngineThread(self._steps, threads)
         self._explainer = Explainer(self._thread, deployment.server.explain_per_s, clock, metrics, log)
-        self._cutovers = Cutovers(clock, metrics.cutover_hold_seconds.observe)
+        self._cutovers = Cutovers(clock, self._held)
         self._batcher = Batcher(
             self._thread, deployment.limits, clock, self._answer, self._dropped, self._cutovers.formed
         )
@@ -147,6 +147,12 @@ class Runtime:
             "snapshot_active", snapshot=snapshot.id, before=before.id if before else None, cause=cause,
             contract=snapshot.contract.id, policies=snapshot.policies.id, **versions,
         )  # fmt: skip
+
+    def _held(self, cutover: Cutover, seconds: float) -> None:
+        """A cutover has had its first batch."""
+        self._metrics.cutover_hold_seconds.observe(seconds)
+        facts = {name: value for name, value in cutover.document().items() if name != "at"}
+        self._log.info("cutover", **facts)
 
     async def _serve_alone(self, batch: Batch) -> Sequence[Served]:
         done: asyncio.Future[Sequence[Served]] = asyncio.get_running_loop().create_future()

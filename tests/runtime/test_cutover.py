@@ -539,6 +539,10 @@ async def test_events_tell_the_way_of_a_version(tmp_path):
         weights(root, "v2", 1)
         await server.settles(serving("v2"))
         events = (await get(server.admin, "/admin/v1/events")).json()["events"]
+        await server.recommend("i1")
+        ready, held = server.events("snapshot_ready")[0], server.events("cutover")[-1]
+        assert (ready["weights"], ready["prepare_ms"] > 0) == ("v2", True)
+        assert (held["to"], held["cause"], held["hold_ms"] >= 0) == (ready["snapshot"], "newest", True)
         way = [one["state"] for one in events if one["event"] == "artifact" and one.get("version") == "v2"]
         assert way == ["discovered", "verifying", "loading", "validating", "warming", "ready", "active"]
         last = events[-1]["number"]

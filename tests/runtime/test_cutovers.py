@@ -12,7 +12,7 @@ class Engine:
 
     def __init__(self):
         self.now, self.held = 0.0, []
-        self.cutovers = Cutovers(lambda: self.now, self.held.append)
+        self.cutovers = Cutovers(lambda: self.now, lambda cutover, seconds: self.held.append(seconds))
 
     def formed(self, *snapshots):
         jobs = tuple(SimpleNamespace(snapshot=SimpleNamespace(id=one)) for one in snapshots)
