@@ -156,6 +156,7 @@ class Runtime:
 
     async def _serve_alone(self, batch: Batch) -> Sequence[Served]:
         done: asyncio.Future[Sequence[Served]] = asyncio.get_running_loop().create_future()
+
         def resolve(_: Batch, served: Sequence[Served]) -> None:
             if not done.done():  # whoever waited may have been cancelled
                 done.set_result(served)
