@@ -128,5 +128,5 @@ def _parameters() -> list[openapi.Schema]:
             "required": False,
             "description": "1 to 128 of A-Z a-z 0-9 . _ : / + = @ -, echoed; anything else is replaced",
             "schema": {"type": "string"},
-        }
+        },
     ]
