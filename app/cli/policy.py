@@ -9,9 +9,9 @@ import typer
 
 import app as package
 from app.cli import policy_files
-from app.cli.deployment import read_deployment
 from app.cli.output import JsonFlag, print_json, say
 from app.cli.policy_diff import diff
+from app.cli.policy_files import deployed
 from app.cli.policy_plan import plan as plan_command
 from app.cli.policy_replay import replay_command
 from app.cli.policy_test import test_command
@@ -28,10 +28,6 @@ from app.policies.resolve import Library, Policy
 from app.policies.rules import RULES
 from app.policies.schema import schema as policy_schema
 from app.policies.source import Source
-from app.runtime.columns import catalogue_of
-from app.runtime.desired import wishes
-from app.runtime.loader import load_contract
-from app.vocab.artifact import load_vocab
 
 app = typer.Typer(help="Check and explain selection policies.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -48,7 +44,8 @@ def check(
     as_json: JsonFlag = False,
 ) -> None:
     """Check policy files. Exit 0 all good, 1 errors found, 2 wrong usage. Warnings alone exit 0."""
-    contract, catalogue = deployed(root)
+    on = deployed(root)
+    contract, catalogue = on.contract, on.catalogue
     findings: list[Diagnostic] = []
     for path in paths or [root / "policies"]:
         folder, names = _folder(path)
@@ -75,7 +72,8 @@ def explain(
     as_json: JsonFlag = False,
 ) -> None:
     """Print what a policy does at each step, and where each value came from."""
-    contract, catalogue = deployed(root)
+    on = deployed(root)
+    contract, catalogue = on.contract, on.catalogue
     resolved, plan = _plan(policy, root, contract, catalogue)
     if as_json:
         print_json(explained(resolved, plan, contract, catalogue))
@@ -91,12 +89,13 @@ def show(
 ) -> None:
     """Print the resolved policy and its ids as JSON."""
     if out is not None or policy_files.POLICY_ID.fullmatch(policy):
-        on = policy_files.deployed(root)
+        on = deployed(root)
         plan = on.policy(policy)
         if out is not None:
             policy_files.write(*on.texts(policy), out)
     else:
-        _, plan = _plan(policy, root, *deployed(root))
+        on = deployed(root)
+        _, plan = _plan(policy, root, on.contract, on.catalogue)
     ids = {
         "policy": plan.policy,
         "policy_id": plan.policy_id,
@@ -150,17 +149,6 @@ app.command("diff")(diff)
 app.command("plan")(plan_command)
 app.command("replay")(replay_command)
 app.command("test")(test_command)
-
-
-def deployed(root: Path) -> tuple[Contract, Catalogue | None]:
-    """The contract of a deployment root, and what its newest catalogue declares; None where there is none.
-
-    Raises BadDeployment, Rejected.
-    """
-    deployment = read_deployment(root)
-    contract = load_contract(root, deployment)
-    found = wishes(root, root / deployment.server.state_dir, "vocab").found
-    return contract, catalogue_of(load_vocab(found[0].directory, contract.sizes)) if found else None
 
 
 def _folder(path: Path) -> tuple[Folder, list[str]]:

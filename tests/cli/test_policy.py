@@ -6,15 +6,16 @@ import pytest
 from typer.testing import CliRunner
 
 from app.cli import policy
+from app.cli.policy_files import Deployed
 from tests.policies.contracts import BASE, contract
-from tests.support import write_root
+from tests.support import deployment_of, write_root
 
 BAD = "widebeam: 1\nextends: base\nsteps:\n  all:\n    score: parent + logpp\n"
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(policy, "deployed", lambda root: (contract(), None))
+    monkeypatch.setattr(policy, "deployed", lambda root: Deployed(root, deployment_of((4, 5, 6)), contract(), None))
     folder = tmp_path / "policies"
     folder.mkdir()
     (folder / "base.yaml").write_text(BASE)
