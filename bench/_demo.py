@@ -15,6 +15,8 @@ from app.cli.loop import run as run_loop
 from bench._served import Client, body, copy_root, in_process, request, server
 
 Row = dict[str, object]
+PAUSE_S = 0.03
+"""See `bench.cpu`: two processes take turns here, too."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +98,23 @@ def rest_adds(root: Path, history: Sequence[str], work: Path, effort: Effort) ->
     """
     rows = []
     with in_process(root) as runtime, server(root, work / "rest.log") as port:
-        client = Client(port, 1)
+        client = Client(port)
+        client.open(1)
         for policy, k in ((None, 10), ("narrow", 10), (None, 100)):
             data = body(history, k, policy)
             rest, own, inside = [], [], []
             for turn in range(effort.warm + effort.pairs):
+                time.sleep(PAUSE_S)
                 start = time.perf_counter()
                 (reply,) = client.ask([data])
                 middle = time.perf_counter()
+                time.sleep(PAUSE_S)
+                between = time.perf_counter()
                 runtime.ask([request(history, k, policy)])
                 end = time.perf_counter()
                 if turn >= effort.warm:
                     rest.append(1e3 * (middle - start))
-                    own.append(1e3 * (end - middle))
+                    own.append(1e3 * (end - between))
                     inside.append(client.decode(reply).timings_ms.total)
             around = [a - b for a, b in zip(rest, inside, strict=True)]
             rows.append(

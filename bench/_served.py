@@ -83,9 +83,15 @@ def found(outcomes: Sequence[Outcome]) -> Found:
 class Client:
     """Blocking keep-alive connections to one server: as little client as there can be."""
 
-    def __init__(self, port: int, connections: int) -> None:
+    def __init__(self, port: int) -> None:
+        self._port = port
         self._decoder = msgspec.json.Decoder(wire.Answer)
-        self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(connections)]
+        self._sockets: list[socket.socket] = []
+
+    def open(self, connections: int) -> None:
+        """Fresh connections in place of all others: a server closes those that nobody uses."""
+        self.close()
+        self._sockets = [socket.create_connection(("127.0.0.1", self._port)) for _ in range(connections)]
         for connection in self._sockets:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

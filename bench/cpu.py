@@ -39,6 +39,8 @@ EPS = 1e-4
 ROUNDS, LEAST = 40, 5
 OFTEN = 3
 """The quick contestants run so many times a round, `generate` once."""
+PAUSE_S = 0.03
+"""Before each run: OpenMP's threads of the process before it spin for milliseconds on, on the next one's cores."""
 
 Row = dict[str, object]
 
@@ -105,7 +107,7 @@ def search(setting: Setting, cells: Sequence[tuple[int, int]], seconds: float, w
         others = stack.enter_context(peers(setting, batch, THREADS, work / "exported"))
         root = write_root(work / "root", setting, work / "exported", sids, widths, batch, THREADS)
         runtime = stack.enter_context(_served.in_process(root))
-        client = _served.Client(stack.enter_context(_served.server(root, work / "server.log")), batch)
+        client = _served.Client(stack.enter_context(_served.server(root, work / "server.log")))
         stack.callback(client.close)
         everybody = [*(_peer(others, name) for name in NAMES), _in_process(runtime, items), _rest(client, items)]
         for b, w in cells:
@@ -136,6 +138,7 @@ def _rest(client: _served.Client, items: list[list[str]]) -> Contestant:
         return client.ask([_served.body(history, w, policy_name(w)) for history in items[:b]])
 
     def find(b: int, w: int) -> Found:
+        client.open(b)
         return _served.answers([client.decode(reply) for reply in ask(b, w)])
 
     return Contestant("Widebeam, REST", find, timed(ask))
@@ -164,6 +167,7 @@ def _cell(everybody: Sequence[Contestant], batch: int, width: int, seconds: floa
         for inner in range(OFTEN):
             for one in everybody:
                 if one.often or inner == 0:
+                    time.sleep(PAUSE_S)
                     times[one.name].append(one.time(batch, width))
     return {
         "batch": batch, "width": width, "items": sum(map(len, expected)), "near_ties_swapped": swaps,
