@@ -15,6 +15,8 @@ from app.cli.loop import run as run_loop
 from bench._served import Client, body, copy_root, in_process, request, server
 
 Row = dict[str, object]
+LEAST = 8
+"""Answers without which a figure would be none, however slow the machine."""
 PAUSE_S = 0.03
 """See `bench.cpu`: two processes take turns here, too."""
 
@@ -40,9 +42,10 @@ def measure(root: Path, histories: Sequence[Sequence[str]], work: Path, effort: 
         closed = [_saturate(target, bodies, count, effort.closed_s) for count in effort.connections]
         most = max(row["per_s"] for row in closed)
         rate = 0.7 * most
+        seconds = max(effort.open_s, LEAST / rate)
         opened = run_loop(
             run_load(
-                target, bodies, url=f"http://127.0.0.1:{port}", rate=rate, seconds=effort.open_s, seed=1,
+                target, bodies, url=f"http://127.0.0.1:{port}", rate=rate, seconds=seconds, seed=1,
                 timeout_s=30.0, connections=256,
             )
         )  # fmt: skip
@@ -51,7 +54,8 @@ def measure(root: Path, histories: Sequence[Sequence[str]], work: Path, effort: 
         "closed_loop": closed,
         "saturation_per_s": round(most, 2),
         "open_loop": {
-            "rate_per_s": round(rate, 2), "seconds": effort.open_s, "sent": opened.sent, "answered": opened.answered,
+            "rate_per_s": round(rate, 2), "seconds": round(seconds, 1),
+            "sent": opened.sent, "answered": opened.answered,
             "errors": opened.errors, "latency_ms": opened.latency_ms, "sent_late_ms": opened.late_ms,
         },
     }  # fmt: skip
@@ -65,11 +69,11 @@ def _saturate(target: Target, bodies: Sequence[bytes], connections: int, seconds
         warm = time.monotonic() + min(2.0, seconds / 4)
         await load.until(warm)
         before, start = len(load.latencies), time.monotonic()
-        await load.until(start + seconds)
+        await load.until(start + seconds, before + LEAST)
         answered, took = len(load.latencies) - before, time.monotonic() - start
         latencies = sorted(load.latencies[before:])
         load.close()
-        if load.errors or not latencies:
+        if load.errors:
             raise RuntimeError(f"closed loop: {dict(load.errors)}, {answered} answered")
         return {"connections": connections, "per_s": answered / took, "p50_ms": 1e3 * statistics.median(latencies)}
 
@@ -79,9 +83,9 @@ def _saturate(target: Target, bodies: Sequence[bytes], connections: int, seconds
 class ClosedLoop(Load):
     """The load generator with as many requests under way as it has connections."""
 
-    async def until(self, end: float) -> None:
-        """Keep every connection busy until `end` in `time.monotonic` seconds."""
-        while (now := time.monotonic()) < end:
+    async def until(self, end: float, answers: int = 0) -> None:
+        """Keep every connection busy until `end` in `time.monotonic` seconds, and until so many answers have come."""
+        while (now := time.monotonic()) < end or (len(self.latencies) < answers and not self.errors):
             while self.outstanding < self._most:
                 self._fire(self._messages[self.sent % len(self._messages)], now)
                 self.sent += 1

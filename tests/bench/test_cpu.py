@@ -1,20 +1,13 @@
-"""The CPU bench runs and says what it says. Its contestants are compared in tests/oracles/test_bench_cpu.py."""
-
-import json
-import subprocess
-import sys
-from pathlib import Path
+"""Parts of the CPU bench; the whole of it runs at toy size in tests/oracles/test_bench_cpu.py."""
 
 import numpy as np
 import pytest
 import torch
 
-from bench import _report
 from bench._peers import Catalogue, CsrMask
 from bench._setting import TOY, make_catalogue, make_histories, make_prompts
 from bench.cpu import compare
 
-CLONE = Path(__file__).parent.parent.parent
 ONE = [[((0, 1), -1.0), ((2, 3), -1.5), ((4, 5), -2.0)]]
 
 
@@ -51,16 +44,3 @@ def test_the_mask_leaves_exactly_the_legal_children():
             left = mask(ids, torch.randn(1, TOY.vocabulary))[0]
             legal = np.unique(sids[(sids[:, :t] == prefix).all(1), t]) + TOY.token_base[t]
             assert torch.isfinite(left).nonzero().flatten().tolist() == legal.tolist()
-
-
-def test_the_demo_half_runs_and_reports(tmp_path):
-    command = [sys.executable, "-m", "bench.cpu", "--toy", "--only", "demo", "--out", str(tmp_path)]
-    done = subprocess.run(command, check=False, cwd=CLONE, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads((tmp_path / "cpu.json").read_text())
-    demo = found["demo"]
-    assert demo["saturation_per_s"] > 0
-    assert demo["open_loop"]["answered"] == demo["open_loop"]["sent"] > 0
-    assert [row["k"] for row in demo["rest_adds"]] == [10, 10, 100]
-    assert found["settings"]["environment"]["OMP_NUM_THREADS"] == "2"
-    assert (tmp_path / "cpu.md").read_text() == _report.markdown(found)
