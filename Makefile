@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ROOT ?= .
 
-.PHONY: help demo serve test unit lint test-oracles bench-cpu bench-vocab soak sizes movielens clean
+.PHONY: help demo serve test unit lint test-oracles bench-cpu bench-vocab soak movielens clean
 
 help:
 	@echo "make demo          set up, start a server on this folder, recommend for three users, stop"
@@ -66,9 +66,6 @@ soak: $(VENV)/.dev
 
 movielens: $(VENV)/.base
 	$(BIN)/python -m examples.movielens.train
-
-sizes: $(VENV)/.dev
-	@$(BIN)/python tests/sizes.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

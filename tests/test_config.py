@@ -1,8 +1,10 @@
 """deployment.toml: defaults, and faults with their lines."""
 
+from pathlib import Path
+
 import pytest
 
-from app.config import Deployment, parse
+from app.config import Deployment, Limits, Log, Server, SidConfig, parse
 from app.errors import BadDeployment
 
 GOOD = 'family = "onerec"\n[sid]\nsizes = [64, 64, 64]\n'
@@ -70,3 +72,9 @@ def test_records_are_off_users_are_hashed_and_testers_force_nothing_unless_the_f
             parse(GOOD + f"[log]\n{text}\n")
         assert bad.value.line == lines + 2
         assert word in bad.value.message
+
+
+def test_every_key_is_on_the_page():
+    page = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text()
+    keys = [key for part in (SidConfig, Limits, Server, Log) for key in part.__struct_fields__]
+    assert [key for key in keys if f"`{key}`" not in page] == []

@@ -137,11 +137,11 @@ def show(console: Console, user: User, answer: Mapping[str, object], titles: Map
     watched = "; ".join(titles.get(item, item) for item in user.history[-WATCHED:])
     console.print()
     console.print(f"user {user.id} ({len(user.history)} films), last: {watched}", highlight=False)
-    table = Table("", "title", "id", "score", "SID", "")
+    table = Table("", "title", "id", "score", "SID", "watched next")
     items = msgspec.convert(answer["items"], list[dict[str, object]])
     for place, item in enumerate(items, 1):
         name, sid = str(item["id"]), msgspec.convert(item["sid"], list[int])
-        mark = "watched next" if name == user.held_out else ""
+        mark = "yes" if name == user.held_out else ""
         score = msgspec.convert(item["score"], float)
         table.add_row(str(place), titles.get(name, name), name, f"{score:.3f}", " ".join(map(str, sid)), mark)
     console.print(table)

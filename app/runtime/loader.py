@@ -219,8 +219,10 @@ class _Gate:
             self._log.error("policy_rejected", policy=name, diagnostics=text)
         found = self.in_force.policies
         if found.plan(found.default) is None:
-            message = f"the default policy `{found.default}` cannot serve; see `policies` in the status"
-            raise Rejected("no_default_policy", message, location="policies/")
+            there = (folder / f"{found.default}.yaml").exists()
+            why = "has errors; `widebeam policy check` shows them" if there else "is not there"
+            message = f"the default policy `{found.default}` {why}"
+            raise Rejected("no_default_policy", message, location=f"policies/{found.default}.yaml")
         return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 import threading
 import time
 import weakref
@@ -55,11 +56,12 @@ async def test_an_idle_thread_holds_nothing_in_memory():
     background.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "setpriority") or os.uname().sysname != "Linux", reason="threads have no priority")
 async def test_only_heavy_threads_give_way():
     heavy, light = Background("heavy", heavy=True), Background("light")
     nice = [await one.run(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) for one in (heavy, light)]
-    assert nice[0] > nice[1] == os.getpriority(os.PRIO_PROCESS, 0)
+    expected = sys.platform == "linux"  # elsewhere threads have no priority of their own
+    assert (nice[0] > nice[1]) == expected
+    assert nice[1] == os.getpriority(os.PRIO_PROCESS, 0)
     heavy.close()
     light.close()
 

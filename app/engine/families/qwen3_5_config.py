@@ -187,7 +187,8 @@ def read_config(config: Mapping[str, object], positions: int) -> HybridConfig:
     raw = _convert(_text_config(config) if place else config, place)
     _check_model(raw, str(config.get("model_type")), config.get("architectures"))
     if positions > raw.max_position_embeddings:
-        message = f"{raw.max_position_embeddings}; `limits.context`, the prefix and the SID take {positions}"
+        most = raw.max_position_embeddings
+        message = f"{most} positions are too few: `limits.context`, the prefix and the SID take {positions}"
         raise _bad(f"{place}max_position_embeddings", message)
     if raw.num_attention_heads % raw.num_key_value_heads:
         message = f"{raw.num_attention_heads} query heads are not a multiple of {raw.num_key_value_heads}"

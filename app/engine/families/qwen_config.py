@@ -162,7 +162,8 @@ def _check_model(raw: RawConfig, model_type: str) -> None:
 
 def _check_positions(raw: RawConfig, positions: int) -> None:
     if positions > raw.max_position_embeddings:
-        message = f"{raw.max_position_embeddings}; `limits.context`, the prefix and the SID take {positions}"
+        most = raw.max_position_embeddings
+        message = f"{most} positions are too few: `limits.context`, the prefix and the SID take {positions}"
         raise _bad("max_position_embeddings", message)
     kinds = raw.layer_types
     if kinds is None:
