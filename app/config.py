@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import stat
 import tomllib
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -90,6 +94,16 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     log: Log = Log()
 
 
+def read_small(file: Path, most: int) -> bytes:
+    """At most `most` bytes of a regular file. Raises OSError; anything else than a regular file (a FIFO would make its
+    reader wait for ever) is one."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file")
+        return stream.read(most)
+
+
 def parse(text: str, file: str = "deployment.toml") -> Deployment:
     """Read a deployment overlay.
 
@@ -101,6 +115,8 @@ def parse(text: str, file: str = "deployment.toml") -> Deployment:
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         raise BadDeployment(str(error), file=file, line=int(line[1]) if line else 0) from error
+    except (ValueError, RecursionError) as error:  # numbers and nesting beyond what Python reads
+        raise BadDeployment(str(error) or "is nested too deeply", file=file) from error
     tree = _move_override(tree, text, file)
     try:
         deployment = msgspec.convert(tree, Deployment)

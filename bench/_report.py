@@ -58,11 +58,10 @@ def _version(name: str) -> str:
 
 def markdown(result: Row) -> str:
     """The whole report."""
-    parts = ["# Widebeam on a CPU\n", _settings(result["settings"])]
-    if "search" in result:
-        parts.append(_search(result["search"]))
-    if "demo" in result:
-        parts.append(_demo(result["demo"]))
+    parts = ["# Widebeam on a CPU\n", "Made by `make bench-cpu`; [README](../README.md) says what is compared.\n"]
+    for half, show in (("search", _search), ("demo", _demo)):
+        if half in result:
+            parts += [show(result[half]), _settings(result[half]["settings"])]
     return "\n".join(parts)
 
 
@@ -72,8 +71,7 @@ def _settings(found: Row) -> str:
     return (
         f"{found['cpu']}, {found['cores']} cores, {found['threads']} threads for everybody; "
         f"load average before the run {found['load_before']}.\n{versions}; commit {found['commit'] or 'unknown'}.\n"
-        f"Every process ran under `{environment}`.\n\n"
-        "Made by `make bench-cpu`; [README](../README.md) says what is compared.\n"
+        f"Every process ran under `{environment}`.\n"
     )
 
 

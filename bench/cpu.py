@@ -58,17 +58,20 @@ class Contestant:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     _own_settings()
-    result: Row = {"settings": _report.settings(PROCESS, THREADS)}
+    result: Row = {}
+    settings = _report.settings(PROCESS, THREADS)
     with tempfile.TemporaryDirectory(prefix="widebeam-bench-") as work:
         if options.only != "demo":
             setting, cells = (TOY, ((1, 4), (2, 8))) if options.toy else (Setting(), CELLS)
-            result["search"] = search(setting, cells, options.seconds, Path(work) / "search")
+            result["search"] = {"settings": settings, **search(setting, cells, options.seconds, Path(work) / "search")}
         if options.only != "search":
             effort = _demo.Effort(0.5, 0.5, 3, 1, (2,)) if options.toy else _demo.Effort()
             users = _demo.histories_of(CLONE / "examples" / "movielens" / "users.json")
             (Path(work) / "demo").mkdir()
-            result["demo"] = _demo.measure(CLONE, users, Path(work) / "demo", effort)
+            result["demo"] = {"settings": settings, **_demo.measure(CLONE, users, Path(work) / "demo", effort)}
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.only is not None and (options.out / "cpu.json").exists():  # the other half stays, with its own settings
+        result = json.loads((options.out / "cpu.json").read_text("utf-8")) | result
     (options.out / "cpu.json").write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     text = _report.markdown(result)
     (options.out / "cpu.md").write_text(text, "utf-8")

@@ -1,10 +1,11 @@
 """deployment.toml: defaults, and faults with their lines."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from app.config import Deployment, Limits, Log, Server, SidConfig, parse
+from app.config import Deployment, Limits, Log, Server, SidConfig, parse, read_small
 from app.errors import BadDeployment
 
 GOOD = 'family = "onerec"\n[sid]\nsizes = [64, 64, 64]\n'
@@ -78,3 +79,17 @@ def test_every_key_is_on_the_page():
     page = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text()
     keys = [key for part in (SidConfig, Limits, Server, Log) for key in part.__struct_fields__]
     assert [key for key in keys if f"`{key}`" not in page] == []
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 5000, GOOD + "[limits]\nk = " + "9" * 5000])
+def test_what_python_cannot_read_is_the_files_fault(text):
+    with pytest.raises(BadDeployment):
+        parse(text)
+
+
+def test_a_fifo_is_no_file_and_nobody_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "deployment.toml")
+    with pytest.raises(OSError, match="no regular file"):
+        read_small(tmp_path / "deployment.toml", 10)
+    (tmp_path / "file").write_bytes(b"0123456789")
+    assert read_small(tmp_path / "file", 4) == b"0123"

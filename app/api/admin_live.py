@@ -115,7 +115,10 @@ def _snapshots(router: APIRouter, control: Control) -> None:
 
     async def unpin() -> Response:
         """Follow release.json, or the newest versions, again."""
-        return answer(control.unpin())
+        try:
+            return answer(control.unpin())
+        except OSError as error:
+            raise Refused(f"the decision cannot be kept: {error.strerror}") from error
 
     async def events(request: Request) -> Response:
         """What happened to versions, pins and snapshots after event number `after`, oldest first."""

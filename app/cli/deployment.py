@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.config import Deployment, parse
+from app.config import Deployment, parse, read_small
 from app.errors import BadDeployment
+
+MAX_BYTES = 1 << 20
 
 
 def read_deployment(root: Path) -> Deployment:
     """ROOT/deployment.toml. Raises BadDeployment; one that cannot be read is refused like one that cannot be parsed."""
     file = root / "deployment.toml"
     try:
-        text = file.read_text("utf-8")
+        text = read_small(file, MAX_BYTES).decode("utf-8")
     except OSError as error:
         raise BadDeployment(f"cannot be read: {error.strerror}", file=file.name) from error
     except UnicodeDecodeError as error:

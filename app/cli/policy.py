@@ -55,7 +55,10 @@ def check(
         if path.is_dir() or path.name == "traffic.yaml":
             findings += loaded.findings
         elif not names:
-            findings += [one for one in loaded.findings if one.span.file.endswith(f"/{path.name}")]
+            own = [one for one in loaded.findings if one.span.file.endswith(f"/{path.name}")]
+            if not own:
+                raise typer.BadParameter(f"{path} is no policy file: those are called NAME.yaml")
+            findings += own
     if as_json:
         print_json([one.data() for one in findings])
     elif findings:

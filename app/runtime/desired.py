@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from app.config import read_small
 from app.errors import Rejected
 from app.vocab.manifest import Found, Kind, Manifest, is_version, versions
 
@@ -48,8 +49,7 @@ def places(root: Path, state_dir: Path) -> tuple[tuple[Path, str], ...]:
 def asked(file: Path, place: str) -> dict[Kind, str]:
     """What a pin or release.json asks for; {} where there is none. Raises Rejected where it cannot be understood."""
     try:
-        with file.open("rb") as stream:
-            text = stream.read(MAX_FILE + 1)
+        text = read_small(file, MAX_FILE + 1)
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from app.config import read_small
 from app.errors import InvalidRequest
 from app.runtime import state_dir
 
@@ -37,6 +38,7 @@ class KillSwitch:
         self._listed: frozenset[str] = frozenset()
         self._posted: frozenset[str] = frozenset()
         self._posts = 0
+        self.unreadable = False
         self.take(self.read())
 
     @property
@@ -52,6 +54,7 @@ class KillSwitch:
     def take(self, read: Read) -> frozenset[str]:
         """Let a read count; the names now. Where somebody posted after it was begun, the post counts."""
         self._listed = self._listed if read.listed is None else read.listed
+        self.unreadable = read.posted is None
         if read.posted is not None and read.posts == self._posts:
             self._posted = read.posted
         return self.names
@@ -67,12 +70,15 @@ class KillSwitch:
         state_dir.write(self._state, msgspec.json.encode(sorted(posted)) + b"\n")
         self._posted = posted
         self._posts += 1
+        self.unreadable = False
         return self.names
 
     def document(self) -> list[dict[str, str]]:
         """What is killed, and where that is said."""
         both = [(name, f"policies/{FILE}") for name in self._listed]
         both += [(name, f"state/{state_dir.KILLED}") for name in self._posted]
+        if self.unreadable:
+            both.append(("?", f"state/{state_dir.KILLED}, which cannot be read: who was killed there is not known"))
         return [{"name": name, "by": by} for name, by in sorted(both)]
 
 
@@ -87,8 +93,7 @@ def _checked(names: Iterable[str]) -> frozenset[str]:
 def _read_list(file: Path) -> frozenset[str] | None:
     """The names of a KILL file; empty where there is none, None where it cannot be read."""
     try:
-        with file.open("rb") as stream:
-            text = stream.read(MAX_BYTES).decode("utf-8", "replace")
+        text = read_small(file, MAX_BYTES).decode("utf-8", "replace")
     except FileNotFoundError:
         return frozenset() if file.parent.is_dir() else None  # a folder that is being replaced revives nobody
     except OSError:

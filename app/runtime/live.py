@@ -10,6 +10,7 @@ from typing import Final
 
 from app.config import Deployment
 from app.errors import InvalidRequest
+from app.runtime import state_dir
 from app.runtime.artifact_updates import ArtifactUpdates
 from app.runtime.background import Background
 from app.runtime.exposure import with_files
@@ -53,6 +54,10 @@ class Live:
         self._watch = Watch(root, FOLDERS, log, events=deployment.server.watch == "events")
         self._hints = {name: self._watch.hint() for name in ("start", "policies", "artifacts", "takedowns")}
         self._kill, self._killing = KillSwitch(root / SHOWN, state), asyncio.Lock()
+        if self._kill.unreadable:
+            log.error(
+                "kill_switch_unreadable", file=f"state/{state_dir.KILLED}", message="who was killed there is not known"
+            )
         self._policies = PolicyUpdates(root, state, runtime, composing, metrics, log, clock)
         self._takedowns = TakedownUpdates(root, state, runtime, composing, self._compose, ledger, log)
         self._artifacts = ArtifactUpdates(

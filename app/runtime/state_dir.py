@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from app.config import read_small
 from app.policies.last_good import Kept, decode, encode
 
 MAX_FILE: Final = 4 << 20
@@ -45,8 +46,7 @@ def clean(state: Path) -> None:
 def read(path: Path) -> bytes | None:
     """A small file, or None where it is not there, too large or cannot be read."""
     try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_FILE + 1)
+        data = read_small(path, MAX_FILE + 1)
     except OSError:
         return None
     return data if len(data) <= MAX_FILE else None

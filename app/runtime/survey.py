@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from app.config import read_small
 from app.errors import Rejected
 from app.runtime.desired import Ask, asked, places
 from app.vocab.manifest import FILE, Found, Kind, Manifest, read_manifest, versions
@@ -110,7 +111,6 @@ def _fingerprint(directory: Path) -> str:
 
 def _bytes(file: Path) -> bytes | None:
     try:
-        with file.open("rb") as stream:
-            return stream.read(MAX_DEPLOYMENT)
+        return read_small(file, MAX_DEPLOYMENT)
     except OSError:
         return None

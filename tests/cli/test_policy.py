@@ -125,3 +125,8 @@ def test_a_real_root_gives_contract_and_catalogue(tmp_path, monkeypatch):
     assert "error T002: item has no `stock` in this deployment" in result.stdout
     shown = CliRunner().invoke(policy.app, ["explain", "base", "--root", str(root)])
     assert "planned=40" in shown.stdout  # 40 items
+
+
+def test_a_file_that_is_no_policy_file_is_wrong_usage(run, tmp_path):
+    (tmp_path / "policies" / "notes.txt").write_text("hello")
+    assert run("check", "policies/notes.txt").exit_code == 2

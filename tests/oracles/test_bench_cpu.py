@@ -36,5 +36,5 @@ def test_the_demo_half_runs_and_reports(tmp_path):
     assert demo["saturation_per_s"] > 0
     assert demo["open_loop"]["answered"] == demo["open_loop"]["sent"] > 0
     assert [row["k"] for row in demo["rest_adds"]] == [10, 10, 100]
-    assert found["settings"]["environment"]["OMP_NUM_THREADS"] == "2"
+    assert demo["settings"]["environment"]["OMP_NUM_THREADS"] == "2"
     assert (tmp_path / "cpu.md").read_text() == markdown(found)

@@ -86,3 +86,15 @@ def test_a_killed_policy_is_served_by_the_default_which_cannot_be_killed():
         assert stopped.plan("nope") is None
         assert stopped.id != snapshot.id
         assert stopped.having(killed=frozenset()).id == snapshot.having(killed=frozenset()).id
+
+
+def test_a_kill_list_that_cannot_be_read_is_said(tmp_path):
+    (tmp_path / "policies").mkdir()
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "killed.json").write_text("[[")
+    switch = KillSwitch(tmp_path / "policies", tmp_path / "state")
+    assert switch.unreadable
+    assert "cannot be read" in switch.document()[0]["by"]
+    switch.post(["rising"], [])
+    assert not switch.unreadable
+    assert [entry["name"] for entry in switch.document()] == ["rising"]
