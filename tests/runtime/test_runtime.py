@@ -172,6 +172,7 @@ async def test_a_deadline_is_kept_while_the_engine_is_busy():
         assert world.runtime.status()["queue"]["depth"] == 0
         world.gate.open.set()
         await held.outcome()
+        assert await world.runtime.drained(10)  # whatever was handed to the engine has been noted by now
         assert world.gate.batches == [1]  # it was never computed
         assert world.sample("widebeam_deadline_missed_total", stage="queue") == 1
 
@@ -185,6 +186,7 @@ async def test_a_request_whose_time_passed_unnoticed_is_not_computed_either():
         with pytest.raises(Expired):
             await late.outcome()
         await held.outcome()
+        assert await world.runtime.drained(10)  # whatever was handed to the engine has been noted by now
         assert world.gate.batches == [1]
 
 
@@ -198,6 +200,7 @@ async def test_a_client_that_leaves_the_queue_is_never_computed():
             await ticket.outcome()
         world.gate.open.set()
         await held.outcome()
+        assert await world.runtime.drained(10)  # whatever was handed to the engine has been noted by now
         assert world.gate.batches == [1]
         assert world.sample("widebeam_cancelled_total", stage="queue") == 1
 
