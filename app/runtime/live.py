@@ -209,7 +209,9 @@ class Live:
         active, state = document.get("active"), self._policies.in_force
         if isinstance(active, dict) and state is not None:
             active["policies"] = {"generation": state.generation, "ok": state.ok}
-            active["takedowns"] = {"version": self._takedowns.takedowns.version}
+            # of the snapshot that admits, not of the list that is being put into the next one
+            admitting = self._runtime.active
+            active["takedowns"] = {"version": admitting.takedowns.version if admitting else ""}
         serving = document["experiments"]
         if isinstance(serving, dict) and state is not None:  # a refused edit changes no snapshot
             document["experiments"] = with_files(serving, state.policies.experiments, self._kill.names)
