@@ -1,0 +1,106 @@
+"""CUDA kernels from the `.cu` files beside the operators: compiled by NVRTC through CuPy, launched on torch's streams.
+
+What a source must keep to: entry points are `extern "C"`; nothing is included (NVRTC then needs no toolkit); integer
+parameters are `long long`, floating ones `float`; grids have one dimension. Lines of the form
+
+    // build: D=64,128 BF16=0,1
+    // build: D=64 BF16=1 arch=sm_90a spill=16
+
+say which definitions it is compiled with (every combination); `make test-kernels` compiles all of them for every
+architecture, and allows no more spilled bytes on sm_90 than `spill` (0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LEAST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An entry point that is compiled and loaded on one device, so that a launch may be captured into a CUDA graph."""
+
+    function: Any
+    device: int
+    memory: int
+
+    def launch(self, blocks: int, threads: int, *arguments: Any) -> None:
+        """Run on torch's current stream of the kernel's device.
+
+        arguments  int for `long long` and for pointers (`Tensor.data_ptr()` of a tensor that the caller holds), numpy
+                   scalars for everything else
+        """
+        if torch.cuda.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self.launch(blocks, threads, *arguments)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)  # noqa: SLF001  30 times quicker than current_stream
+        return self.function((blocks,), (threads,), arguments, self.memory, _Stream(stream))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """All that CuPy's launch asks of a stream."""
+
+    ptr: int
+
+
+def unfit(device: torch.device) -> str | None:
+    """Why no kernel of ours runs on a device; None where they do."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"{device} is no NVIDIA GPU"
+    if _capability(device.index or 0) < LEAST_CAPABILITY:
+        return "compute capability 8.0 is needed"
+    return None if _has_cupy() else "CuPy is not installed"
+
+
+def load(source: Path, name: str, device: torch.device, *, memory: int = 0, arch: str = "", **define: int) -> Kernel:
+    """Entry point `name` of a source, compiled with definitions: once a process, device and combination; CuPy keeps the
+    binaries on disk.
+
+    device  as a tensor says it, with its number
+    memory  bytes of dynamic shared memory of a launch
+    arch    for instructions of one architecture only: "sm_90a"
+    """
+    return _load(source, name, device.index or 0, memory, arch, tuple(sorted(define.items())))
+
+
+def options(define: dict[str, int]) -> tuple[str, ...]:
+    """What NVRTC is given, beside the architecture."""
+    return ("--std=c++17", *(f"-D{name}={value}" for name, value in define.items()))
+
+
+@cache
+def _load(source: Path, name: str, device: int, memory: int, arch: str, define: tuple[tuple[str, int], ...]) -> Kernel:
+    import cupy  # noqa: PLC0415  there is none on a CPU
+
+    with cupy.cuda.Device(device), torch.cuda.device(device):
+        raw = _module(source, device, arch, define).get_function(name)
+        if memory:
+            raw.max_dynamic_shared_size_bytes = memory
+        return Kernel(raw.kernel, device, memory)
+
+
+@cache
+def _module(source: Path, device: int, arch: str, define: tuple[tuple[str, int], ...]) -> Any:
+    import cupy  # noqa: PLC0415
+
+    given = options(dict(define)) + ((f"-arch={arch}",) if arch else ())
+    with cupy.cuda.Device(device):
+        return cupy.RawModule(code=source.read_text("utf-8"), options=given)
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _has_cupy() -> bool:
+    return find_spec("cupy") is not None
