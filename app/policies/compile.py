@@ -18,23 +18,32 @@ from app.policies.resolve import Library, Policy, Resolved, resolve
 from app.policies.selfcheck import self_check
 from app.policies.source import Sources
 
-"""Text to plan, in passes that read top down."""
-
 
 def compile_policy(
-    name: str, sources: Sources | Library, contract: Contract, catalogue: Catalogue | None = None
+    name: str,
+    sources: Sources | Library,
+    contract: Contract,
+    catalogue: Catalogue | None = None,
+    *,
+    proven: set[str] | None = None,
 ) -> tuple[Plan | None, Findings]:
     """Text to plan. Never raises for bad text; every fault of the file is found in one run, sorted by position.
 
     No plan comes of a policy with errors, nor of an abstract one. Pass one `Library` for many policies of a folder:
-    it reads every file once.
+    it reads every file once; and one `proven` for many policies of one contract and catalogue: the ids of structures
+    that need no proof any more, since policies that share one differ in parameters and widths only, which are data.
     """
     policy, found = check_policy(name, sources, contract, catalogue)
     if found.errors or policy.abstract:
         return None, found
     plan = lower(policy, contract, catalogue)
-    prove(plan, policy, contract, catalogue, found)
-    return (None if found.errors else plan), found
+    if proven is None or plan.structure.id not in proven:
+        prove(plan, policy, contract, catalogue, found)
+        if found.errors:
+            return None, found
+        if proven is not None:
+            proven.add(plan.structure.id)
+    return plan, found
 
 
 def prove(plan: Plan, policy: Policy, contract: Contract, catalogue: Catalogue | None, found: Findings) -> None:
@@ -80,6 +89,7 @@ def lower(policy: Policy, contract: Contract, catalogue: Catalogue | None = None
         limit=limit,
         per_sid=_per_sid(policy.final["expand"]),
         resolved=resolved,
+        operators=policy.operators,
         underfill="error" if policy.underfill == "error" else "allow",
         final=lower_final(policy, limit, facts),
     )
