@@ -72,7 +72,9 @@ class Exchange:
 
     def __init__(self, edge: Edge, scope: Scope, receive: Receive, send: Send) -> None:
         self._edge = edge
-        self._scope = scope
+        self._method = scope["method"]
+        # HEAD is GET without a body: the server drops it by its own scope, so the application needs a copy
+        self._scope = scope = {**scope, "method": "GET"} if self._method == "HEAD" else scope
         self._receive = receive
         self._send = send
         self._start = edge.clock()
@@ -115,7 +117,7 @@ class Exchange:
         route = getattr(scope.get("route"), "path", "unmatched")
         facts: dict[str, object] = {
             "request_id": record.request_id,
-            "method": scope["method"],
+            "method": self._method,
             "route": route,
             "status": record.status,
             "outcome": record.outcome if error is None else errors.outcome_of(error),

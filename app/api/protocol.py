@@ -11,10 +11,19 @@ from app.api import media, wire
 
 MAX_HEAD: Final = 64 * 1024
 """Most bytes of a request line and headers."""
+LINE: Final = 4
+"""What a header line has beside its name and value."""
+
+
+class _TooLarge(Exception):  # noqa: N818  it only leaves the parser
+    """The parser's callbacks saw more than `MAX_HEAD`."""
 
 
 class BoundedHead(HttpToolsProtocol):
     """Ends connections whose request heads are too large (431), too slow (408) or not HTTP (400).
+
+    A head is counted twice: as raw bytes while it is incomplete, since the parser keeps a long line for itself, and as
+    what the parser hands out, since a whole head of many short lines can come in one read.
 
     `head_timeout_s` bounds the time from a connection's start, or from a request's first byte, to the end of its
     headers; between requests the keep-alive timeout rules.
@@ -25,6 +34,7 @@ class BoundedHead(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
+        self._parsed_bytes = 0
         self._in_head = False
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -45,12 +55,23 @@ class BoundedHead(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD:
-            self._refuse(431, "head_too_large", f"the request's head is larger than {MAX_HEAD} bytes")
+            self._refuse_large()
 
     def on_message_begin(self) -> None:
         """A request's first byte."""
         super().on_message_begin()
         self._begin_head()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the request's target."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header line; trailers after a body are counted and dropped, for nobody checked them as headers."""
+        self._count(len(name) + len(value) + LINE)
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is complete; from here the body's own limits hold."""
@@ -58,12 +79,20 @@ class BoundedHead(HttpToolsProtocol):
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP."""
-        self._refuse(400, "malformed_http", msg)
+        """What is not HTTP, or too much of it."""
+        if self._parsed_bytes > MAX_HEAD:
+            self._refuse_large()
+        else:
+            self._refuse(400, "malformed_http", msg)
+
+    def _count(self, size: int) -> None:
+        self._parsed_bytes += size
+        if self._parsed_bytes > MAX_HEAD:
+            raise _TooLarge
 
     def _begin_head(self) -> None:
         self._end_head()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._parsed_bytes = True, 0, 0
         self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_late)
 
     def _end_head(self) -> None:
@@ -75,6 +104,9 @@ class BoundedHead(HttpToolsProtocol):
     def _head_late(self) -> None:
         if not self.transport.is_closing():
             self._refuse(408, "head_timeout", f"the request's head did not arrive within {self.head_timeout_s:g} s")
+
+    def _refuse_large(self) -> None:
+        self._refuse(431, "head_too_large", f"the request's head is larger than {MAX_HEAD} bytes")
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         body = media.ENCODE[media.JSON](wire.error_body(code, message, False, None))

@@ -18,6 +18,19 @@ async def test_live_does_not_depend_on_models_and_ready_says_why_not():
         assert (await get(server.addresses.public, "/readyz")).json() == {"ready": True, "reasons": []}
 
 
+async def test_head_is_get_without_a_body():
+    async with served(FakeFront(why_not=("no_weights",))) as server, connect(server.addresses.public) as client:
+        for path, status in (("/livez", 200), ("/readyz", 503), ("/v2/health/ready", 503), ("/v1/recommend", 405)):
+            whole = await get(server.addresses.public, path)
+            client.writer.write(message(path=path, method="HEAD", content_type=None))
+            head = (await client.reader.readuntil(b"\r\n\r\n")).decode().lower()
+            assert head.startswith(f"http/1.1 {status} "), head
+            assert f"content-length: {len(whole.body)}\r\n" in head
+        client.writer.write(message(path="/livez", method="GET"))
+        assert (await client.reply()).json() == {"live": True}  # nothing of a body was in between
+    assert {line["method"] for line in server.requests()} == {"GET", "HEAD"}
+
+
 async def test_metrics_are_prometheus_text_with_the_documented_names():
     async with served() as server:
         await ask(server.addresses.public, GOLDEN)
