@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import stat
@@ -19,6 +20,10 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Precision = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
+"""What an expression of a policy can spell behind a dot."""
+FieldName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}$")]
+Bounded = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
 class SidConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -82,6 +87,74 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     unit_salt: str = ""
 
 
+class Items(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which items of the catalogue have something, by their attribute `of`.
+
+    is_          texts: one of these labels; without it any text
+    least, most  numbers: in this range, both ends included; without both, anything but 0
+    An item without the attribute never has it.
+    """
+
+    of: str
+    is_: str | tuple[str, ...] | None = msgspec.field(name="is", default=None)
+    least: float | None = None
+    most: float | None = None
+
+
+class Attribute(Items, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What policies read as attr.NAME of a prefix, made from the items below it.
+
+    as_      numbers: max, min, mean, sum · share (of the items that `Items` describes), any (whether there is one) ·
+             same: the text that all items below have, unknown where they differ or one has none
+    default  the number of an item that has none
+    from_    the first step at which policies may read it
+    """
+
+    as_: Literal["max", "min", "mean", "sum", "share", "any", "same"] = msgspec.field(name="as")
+    default: float | None = None
+    from_: Positive = msgspec.field(name="from", default=1)
+
+
+class Prior(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """prior.NAME of a prefix in nats: log of its share of the weight `of` all items, or of those below its parent."""
+
+    of: str
+    per: Literal["prefix", "edge"] = "prefix"
+
+
+class UserField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A number that requests bring under `user`. default: of requests that bring none; None = a policy that reads it
+    cannot serve them · low, high: what it may be, where that is known."""
+
+    default: Bounded | None = None
+    low: Bounded | None = None
+    high: Bounded | None = None
+
+
+class RequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What policies may read of a request. ctx: the texts that a field may be compared with; () = any."""
+
+    user: dict[FieldName, UserField] = {}
+    ctx: dict[FieldName, tuple[str, ...]] = {}
+
+
+NO_FIELDS = RequestFields()
+"""A deployment whose policies read nothing of its requests."""
+
+
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When the server is `busy` and when it is `quiet` (runtime/load.py).
+
+    busy, quiet  mean backlog from which it is busy, and below which it may be quiet, in full batches that wait
+    window_s     over how long the mean is taken · hold_s: how long half a threshold must hold before a level goes down
+    """
+
+    busy: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    quiet: Annotated[float, Meta(gt=0, le=1e6)] = 0.1
+    window_s: Annotated[float, Meta(gt=0, le=600)] = 1.0
+    hold_s: Annotated[float, Meta(ge=1, le=600)] = 30.0
+
+
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A parsed deployment.toml. `family` is checked against the installed families by the composition root."""
 
@@ -92,6 +165,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     limits: Limits = Limits()
     server: Server = Server()
     log: Log = Log()
+    attributes: dict[str, Attribute] = {}
+    priors: dict[str, Prior] = {}
+    lists: dict[str, Items] = {}
+    request: RequestFields = NO_FIELDS
+    load: Load = Load()
 
 
 def read_small(file: Path, most: int) -> bytes:
@@ -122,11 +200,26 @@ def parse(text: str, file: str = "deployment.toml") -> Deployment:
         deployment = msgspec.convert(tree, Deployment)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")
-        place = path.rstrip("`") or "$"
+        place = _named(tree, path.rstrip("`") or "$", str(error))
         raise BadDeployment(
             f"{message} ({place})" if place != "$" else message, file=file, line=locate(text, place, message)
         ) from error
     return _checked(deployment, text, file)
+
+
+def _named(tree: dict[str, object], place: str, error: str) -> str:
+    """The path of a fault with the name of the entry in it, which msgspec leaves out: `$.lists[...]`."""
+    table, inside, rest = place.removeprefix("$.").partition("[...]")
+    entries = tree.get(table)
+    if not inside or not isinstance(entries, dict):
+        return place
+    for name, entry in entries.items():
+        try:
+            msgspec.convert({**tree, table: {name: entry}}, Deployment)
+        except msgspec.ValidationError as own:
+            if str(own) == error:
+                return f"$.{table}.{name}{rest}"
+    return place
 
 
 def _move_override(tree: dict[str, object], text: str, file: str) -> dict[str, object]:
@@ -160,7 +253,57 @@ def _checked(deployment: Deployment, text: str, file: str) -> Deployment:
             f"width {max(widths)} is above `rows` {limits.rows}",
             "$.limits.rows" if not limits.widths else "$.limits.widths",
         )
+    for name, field in deployment.request.user.items():
+        place = f"$.request.user.{name}"
+        if problem := _field_problem(field):
+            raise bad(f"user field `{name}` {problem}", place)
+    if not deployment.load.quiet < deployment.load.busy:
+        raise bad(f"`quiet` {deployment.load.quiet:g} is not below `busy` {deployment.load.busy:g}", "$.load.quiet")
+    for table in ("attributes", "priors", "lists"):
+        for name, declared in getattr(deployment, table).items():
+            problem = _misdeclared(name, declared, steps)
+            if problem:
+                raise bad(f"`{table}.{name}`: {problem}", f"$.{table}.{name}")
     return msgspec.structs.replace(deployment, limits=msgspec.structs.replace(limits, widths=widths))
+
+
+def _misdeclared(name: str, declared: Items | Prior, steps: int) -> str | None:
+    """What is wrong with a column by itself; whether the catalogue has what it needs shows when a vocab is loaded."""
+    if not NAME.fullmatch(name):
+        return "a name is a letter or _ and then letters, digits and _, 63 at most"
+    if isinstance(declared, Prior):
+        return None
+    labels, bounded = declared.is_ is not None, declared.least is not None or declared.most is not None
+    if labels and bounded:
+        return "`is` is for texts, `least` and `most` are for numbers"
+    least = -math.inf if declared.least is None else declared.least
+    most = math.inf if declared.most is None else declared.most
+    if not least <= most:
+        return f"no number lies between {least:g} and {most:g}"
+    if not isinstance(declared, Attribute):
+        return None
+    if (labels or bounded) and declared.as_ not in ("share", "any"):
+        return f"`is`, `least` and `most` say what `share` and `any` count; `as` is `{declared.as_}`"
+    if declared.default is not None and declared.as_ not in ("max", "min", "mean", "sum"):
+        return f"`default` is for max, min, mean and sum; `as` is `{declared.as_}`"
+    if declared.default is not None and not math.isfinite(declared.default):
+        return f"the default is {declared.default:g}"
+    if declared.from_ > steps:
+        return f"`from` is step {declared.from_} of {steps}"
+    return None
+
+
+def _field_problem(field: UserField) -> str | None:
+    """What contradicts itself in a declaration. TOML has nan and inf."""
+    low = -math.inf if field.low is None else field.low
+    high = math.inf if field.high is None else field.high
+    if any(value is not None and not math.isfinite(value) for value in (field.default, field.low, field.high)):
+        return "has a value that is no finite number"
+    if low > high:
+        return f"has `low` {low:g} above `high` {high:g}"
+    if field.default is not None and not low <= field.default <= high:
+        return f"has the default {field.default:g} outside {low:g} to {high:g}"
+    return None
 
 
 def locate(text: str, path: str, message: str = "") -> int:
@@ -170,17 +313,20 @@ def locate(text: str, path: str, message: str = "") -> int:
     """
     unknown = re.search(r"unknown field `([^`]+)`", message)
     keys = re.findall(r"\.([A-Za-z0-9_-]+)", path) + ([unknown[1]] if unknown else [])
-    section, line_of_section = "", 0
+    wanted, section, line_of_section = ".".join(keys), "", 0
     for number, line in enumerate(text.splitlines(), 1):
         header = re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line)
         if header:
             section = header[1]
-            if section == ".".join(keys):
+            if section == wanted:
                 return number
             if keys and section == ".".join(keys[:-1]):
                 line_of_section = number
             continue
         key = re.match(r"\s*([A-Za-z0-9_.\"-]+)\s*=", line)
-        if key and keys and ".".join(filter(None, [section, key[1].strip('"')])) == ".".join(keys):
+        full = ".".join(filter(None, [section, key[1].strip('"')])) if key else ""
+        if key and wanted == full:
             return number
+        if full and wanted.startswith(f"{full}."):  # inside an inline table
+            line_of_section = number
     return line_of_section
