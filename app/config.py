@@ -20,8 +20,6 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Precision = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
-"""What an expression of a policy can spell behind a dot."""
 FieldName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}$")]
 Bounded = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
@@ -97,8 +95,8 @@ class Items(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     of: str
     is_: str | tuple[str, ...] | None = msgspec.field(name="is", default=None)
-    least: float | None = None
-    most: float | None = None
+    least: Bounded | None = None
+    most: Bounded | None = None
 
 
 class Attribute(Items, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -111,7 +109,7 @@ class Attribute(Items, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """
 
     as_: Literal["max", "min", "mean", "sum", "share", "any", "same"] = msgspec.field(name="as")
-    default: float | None = None
+    default: Bounded | None = None
     from_: Positive = msgspec.field(name="from", default=1)
 
 
@@ -165,9 +163,9 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     limits: Limits = Limits()
     server: Server = Server()
     log: Log = Log()
-    attributes: dict[str, Attribute] = {}
-    priors: dict[str, Prior] = {}
-    lists: dict[str, Items] = {}
+    attributes: dict[FieldName, Attribute] = {}
+    priors: dict[FieldName, Prior] = {}
+    lists: dict[FieldName, Items] = {}
     request: RequestFields = NO_FIELDS
     load: Load = Load()
 
@@ -259,38 +257,30 @@ def _checked(deployment: Deployment, text: str, file: str) -> Deployment:
             raise bad(f"user field `{name}` {problem}", place)
     if not deployment.load.quiet < deployment.load.busy:
         raise bad(f"`quiet` {deployment.load.quiet:g} is not below `busy` {deployment.load.busy:g}", "$.load.quiet")
-    for table in ("attributes", "priors", "lists"):
-        for name, declared in getattr(deployment, table).items():
-            problem = _misdeclared(name, declared, steps)
+    for table, columns in (("attributes", deployment.attributes), ("lists", deployment.lists)):
+        for name, column in columns.items():
+            problem = _misdeclared(column, steps)
             if problem:
                 raise bad(f"`{table}.{name}`: {problem}", f"$.{table}.{name}")
     return msgspec.structs.replace(deployment, limits=msgspec.structs.replace(limits, widths=widths))
 
 
-def _misdeclared(name: str, declared: Items | Prior, steps: int) -> str | None:
+def _misdeclared(declared: Items, steps: int) -> str | None:
     """What is wrong with a column by itself; whether the catalogue has what it needs shows when a vocab is loaded."""
-    if not NAME.fullmatch(name):
-        return "a name is a letter or _ and then letters, digits and _, 63 at most"
-    if isinstance(declared, Prior):
-        return None
-    labels, bounded = declared.is_ is not None, declared.least is not None or declared.most is not None
-    if labels and bounded:
-        return "`is` is for texts, `least` and `most` are for numbers"
     least = -math.inf if declared.least is None else declared.least
     most = math.inf if declared.most is None else declared.most
-    if not least <= most:
+    bounded = (least, most) != (-math.inf, math.inf)
+    if declared.is_ is not None and bounded:
+        return "`is` is for texts, `least` and `most` are for numbers"
+    if least > most:
         return f"no number lies between {least:g} and {most:g}"
     if not isinstance(declared, Attribute):
         return None
-    if (labels or bounded) and declared.as_ not in ("share", "any"):
+    if (declared.is_ is not None or bounded) and declared.as_ not in ("share", "any"):
         return f"`is`, `least` and `most` say what `share` and `any` count; `as` is `{declared.as_}`"
     if declared.default is not None and declared.as_ not in ("max", "min", "mean", "sum"):
         return f"`default` is for max, min, mean and sum; `as` is `{declared.as_}`"
-    if declared.default is not None and not math.isfinite(declared.default):
-        return f"the default is {declared.default:g}"
-    if declared.from_ > steps:
-        return f"`from` is step {declared.from_} of {steps}"
-    return None
+    return f"`from` is step {declared.from_} of {steps}" if declared.from_ > steps else None
 
 
 def _field_problem(field: UserField) -> str | None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, dtype
 
-from app.config import Limits
+from app.config import NO_FIELDS, Limits, RequestFields
 
 Array = npt.NDArray[np.generic]
 
@@ -53,6 +53,7 @@ class Request:
     user, ctx   numbers and strings that policies may read
     arms        experiment -> arm that a tester wants, where the deployment allows it
     explain     None, or the ids of items that the answer's explanation says more about
+    load        the load level that it is served at, where that is given: for requests that are asked again
     """
 
     request_id: str
@@ -68,6 +69,7 @@ class Request:
     seed: int | None = None
     arms: Mapping[str, str] = field(default_factory=dict)
     explain: tuple[str, ...] | None = None
+    load: str | None = None
 
 
 # ---- what the engine is given and gives ----------------------------------------------------------------------------
@@ -208,7 +210,7 @@ class Contract:
     """The description of a deployment that artifacts and policies are checked against (RecoGEM 3.1).
 
     `id` is made from everything else here: two deployments with one id can exchange artifacts.
-    `config` is the canonical JSON of the model's own configuration values.
+    `config` is the canonical JSON of the model's own configuration values; `request` is what policies may read of one.
     """
 
     id: str
@@ -222,6 +224,7 @@ class Contract:
     weights: tuple[WeightSpec, ...]
     log_norm: bool
     config: str
+    request: RequestFields = NO_FIELDS
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from app.config import RequestFields
 from app.core import Contract
 from app.policies.names import Dependence
 
@@ -59,6 +60,20 @@ Facts = Mapping[str, Column]
 
 
 def facts_of(contract: Contract, catalogue: Catalogue | None) -> Facts:
-    """The heads of the contract and the columns of the catalogue."""
+    """The heads and request fields of the contract and the columns of the catalogue."""
     heads = [Column("head", one.name, fixed=one.scope == "row") for one in contract.heads]
-    return {one.key: one for one in (*heads, *(catalogue.columns if catalogue else ()))}
+    fields = request_columns(contract.request)
+    return {one.key: one for one in (*heads, *fields, *(catalogue.columns if catalogue else ()))}
+
+
+def request_columns(fields: RequestFields) -> tuple[Column, ...]:
+    """What a deployment declares of its requests."""
+    numbers = [
+        Column("user", name, low=_or(one.low, float("-inf")), high=_or(one.high, float("inf")))
+        for name, one in fields.user.items()
+    ]
+    return (*numbers, *(Column("ctx", name, "text", labels=labels) for name, labels in fields.ctx.items()))
+
+
+def _or(value: float | None, other: float) -> float:
+    return other if value is None else value

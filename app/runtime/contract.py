@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from app.config import Deployment
+from app.config import NO_FIELDS, Deployment
 from app.core import Contract, HeadSpec, InputSpec, StateSpec, StepShape, WeightSpec
 
 
@@ -39,7 +39,7 @@ def make_contract(model: Model, config: Mapping[str, object], deployment: Deploy
     limits, sid = deployment.limits, deployment.sid
     pairs = enumerate(zip(sid.sizes, limits.widths, strict=True), 1)
     steps = tuple(StepShape(t, codes, width) for t, (codes, width) in pairs)
-    parts = {
+    parts: dict[str, object] = {
         "family": deployment.family,
         "steps": steps,
         "limits": limits,
@@ -52,6 +52,8 @@ def make_contract(model: Model, config: Mapping[str, object], deployment: Deploy
         "log_norm": model.log_norm,
         "config": config,
     }
+    if deployment.request != NO_FIELDS:  # a deployment that declares nothing keeps its id
+        parts["request"] = deployment.request
     return Contract(
         id=hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:12],
         family=deployment.family,
@@ -64,4 +66,5 @@ def make_contract(model: Model, config: Mapping[str, object], deployment: Deploy
         weights=model.weight_specs(),
         log_norm=model.log_norm,
         config=msgspec.json.encode(config, order="sorted").decode(),
+        request=deployment.request,
     )
