@@ -15,7 +15,7 @@ LINE: Final = 4
 """What a header line has beside its name and value."""
 
 
-class _TooLarge(Exception):  # noqa: N818  it only leaves the parser
+class _TooLarge(Exception):
     """The parser's callbacks saw more than `MAX_HEAD`."""
 
 

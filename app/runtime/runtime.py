@@ -20,7 +20,7 @@ from app.runtime.admission import Admission, Admitted
 from app.runtime.background import Background
 from app.runtime.batcher import Batcher
 from app.runtime.canary import canary_jobs
-from app.runtime.cutover import Cutover, Cutovers
+from app.runtime.cutover import BESIDE_S, Cutover, Cutovers
 from app.runtime.explainer import Explainer
 from app.runtime.exposure import exposures, with_files
 from app.runtime.job import Batch, Job, Served, seed_of
@@ -136,9 +136,9 @@ class Runtime:
         self._pins.active, self._reasons = snapshot, ()
         self.swapped(snapshot)
         self._batcher.limits = snapshot.contract.limits
-        self._cutovers.swapped(before.id if before else None, snapshot.id, cause)
-        self._metrics.cutovers_total.labels(cause).inc()
         versions = {"weights": snapshot.weights.version, "vocab": snapshot.vocab_ref.version}
+        self._cutovers.swapped(before.id if before else None, snapshot.id, cause, versions)
+        self._metrics.cutovers_total.labels(cause).inc()
         self._metrics.snapshot("active", {"id": snapshot.id, **versions})
         if before is not None and before.batch_key != snapshot.batch_key:
             old = {"weights": before.weights.version, "vocab": before.vocab_ref.version}
@@ -151,7 +151,7 @@ class Runtime:
     def _held(self, cutover: Cutover, seconds: float) -> None:
         """A cutover has had its first batch."""
         self._metrics.cutover_hold_seconds.observe(seconds)
-        facts = {name: value for name, value in cutover.document().items() if name != "at"}
+        facts = {name: value for name, value in cutover.document().items() if name not in {"at", "p99_after_ms"}}
         self._log.info("cutover", **facts)
 
     async def _serve_alone(self, batch: Batch) -> Sequence[Served]:
@@ -163,6 +163,11 @@ class Runtime:
 
         self._thread.run(batch, asyncio.get_running_loop(), resolve)
         return await done
+
+    @property
+    def swaps(self) -> int:
+        """How often the active snapshot has changed."""
+        return self._cutovers.count
 
     def held(self, key: BatchKey) -> int:
         """How many requests are queued or running on these weights and this vocab."""
@@ -271,6 +276,7 @@ class Runtime:
         if job.plan.underfill == "error" and len(result.items) < job.request.k:
             return Underfilled(f"{len(result.items)} items, {job.request.k} were asked for")
         outcome = self._outcome(end, result, admitted, requests, rows)
+        self._cutovers.answered(outcome.timings.total / 1e3)
         running = (self._pins.active or job.snapshot).policies.traffic
         self._recorder.answered(job.request, running, admitted.assignment, outcome)
         return outcome
@@ -352,6 +358,7 @@ class Runtime:
                 "limit": self._batcher.limits.queue,
                 "in_flight": self._batcher.running,
             },
+            "latency": {**self._cutovers.latency()._asdict(), "seconds": BESIDE_S},
             "history": self._cutovers.documents(),
         }
 

@@ -67,3 +67,31 @@ def test_a_cutover_that_nobody_used_has_no_hold_and_the_history_is_bounded():
     history = engine.cutovers.documents()
     assert len(history) == REMEMBERED
     assert [one["hold_ms"] for one in history[-2:]] == [None, 0.0]
+
+
+def test_each_cutover_says_what_answers_took_before_and_after_it():
+    engine = Engine()
+    for n in range(12):
+        engine.now = 100 + n
+        engine.cutovers.answered(0.010)
+    engine.cutovers.swapped("a", "b", "newest", {"weights": "v2", "vocab": "v1"})
+    engine.now += 5
+    engine.cutovers.swapped("b", "a", "rollback")
+    engine.cutovers.answered(0.020)
+    engine.now += 5.5
+    first, second = engine.cutovers.documents()
+    assert (first["weights"], first["vocab"]) == ("v2", "v1")
+    assert 9.7 < first["p99_before_ms"] < 10.3
+    assert 19.5 < first["p99_after_ms"] < 20.5  # although nothing came for a while
+    assert second["p99_after_ms"] is None
+    engine.cutovers.answered(0.040)
+    engine.now += 60
+    assert 39 < engine.cutovers.documents()[1]["p99_after_ms"] < 41
+
+
+def test_a_server_without_requests_has_nothing_to_compare():
+    engine = Engine()
+    engine.cutovers.swapped(None, "a", "start")
+    engine.now += 60
+    (one,) = engine.cutovers.documents()
+    assert (one["p99_before_ms"], one["p99_after_ms"], engine.cutovers.latency()) == (None, None, (0, None, None))
