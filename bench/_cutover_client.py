@@ -1,0 +1,127 @@
+"""A client process of `bench cutover`: an open loop that writes down every request.
+
+    python -m bench._cutover_client URL --bodies FILE --rate R --seed N [--seconds S] --out FILE
+
+It sends until its standard input ends (or `--seconds` are over), waits for what is out, and writes columns as JSON.
+Times are those of the machine's monotonic clock, which all processes share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from app.cli.load import Load, Pacer, Shot, Target, arrivals
+from app.cli.loop import run
+
+LONGEST_S = 1200.0
+COLUMNS = ("intended", "latency_ms", "late_ms", "status", "body", "weights", "vocab", "score", "mixed", "batch_ms")
+
+
+class Item(msgspec.Struct):
+    id: str
+    score: float
+
+
+class Versions(msgspec.Struct):
+    weights: str
+    vocab: str
+
+
+class Timings(msgspec.Struct):
+    context: float
+    decode: float
+
+
+class Answer(msgspec.Struct):
+    items: list[Item]
+    versions: Versions
+    timings_ms: Timings
+
+
+class Recording(Load):
+    """A load that keeps a row a request. An item's id begins with the letter of its vocab's content, which stands
+    behind the dash of the version's name, or with `i`."""
+
+    def __init__(self, target: Target, bodies: list[bytes], connections: int) -> None:
+        super().__init__(target, bodies, timeout_s=30.0, connections=connections)
+        self.rows: list[tuple] = []
+        self._answer = msgspec.json.Decoder(Answer)
+        self._number = {target.message(body): n for n, body in enumerate(bodies)}
+        self._order: dict[float, int] = {}
+
+    def _fire(self, message: bytes, intended: float) -> None:
+        self._order[intended] = self._number[message]
+        super()._fire(message, intended)
+
+    def answered(self, shot: Shot, status: int, body: bytes) -> None:
+        now = time.monotonic()
+        self.outstanding -= 1
+        number = self._order.pop(shot.intended)
+        row = (shot.intended, 1e3 * (now - shot.intended), 1e3 * (shot.sent - shot.intended), status, number)
+        if status != 200:
+            self.rows.append((*row, "", "", 0.0, 0, 0.0))
+            return
+        self.latencies.append(now - shot.intended)
+        found = self._answer.decode(body)
+        letter = found.versions.vocab.rpartition("-")[2] if "-" in found.versions.vocab else "a"
+        mixed = sum(item.id[0] not in {"i", letter} for item in found.items) + (not found.items)
+        took = found.timings_ms.context + found.timings_ms.decode
+        score = found.items[0].score if found.items else 0.0
+        self.rows.append((*row, found.versions.weights, found.versions.vocab, score, mixed, took))
+
+
+def _until_stdin_ends(stop: threading.Event) -> None:
+    sys.stdin.buffer.read()
+    stop.set()
+
+
+async def fire(arguments: argparse.Namespace) -> dict[str, object]:
+    bodies = arguments.bodies.read_bytes().splitlines()
+    load = Recording(Target.parse(arguments.url), bodies, arguments.connections)
+    stop, loop = threading.Event(), asyncio.get_running_loop()
+    if arguments.seconds is None:
+        threading.Thread(target=_until_stdin_ends, args=(stop,), daemon=True).start()
+    start = time.monotonic() + 0.1
+    times = [start + gap for gap in arrivals(arguments.rate, arguments.seconds or LONGEST_S, arguments.seed)]
+    pacer = Pacer(times, lambda: loop.call_soon_threadsafe(lambda: load.fire_until(times, time.monotonic())))
+    pacer.start()
+    while load.sent < len(times) and not stop.is_set():  # noqa: ASYNC110  the pacer and standard input are threads
+        await asyncio.sleep(0.05)
+    pacer.stopped = True
+    del times[load.sent :]
+    while load.outstanding > 0:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    load.close()
+    rounded = partial(round, ndigits=3)
+    rows = [tuple(rounded(cell) if isinstance(cell, float) else cell for cell in row) for row in load.rows]
+    columns = (
+        {name: list(column) for name, column in zip(COLUMNS, zip(*rows, strict=True), strict=True)} if rows else {}
+    )
+    errors = {code: n for code, n in load.errors.items() if n}
+    return {"sent": load.sent, "answered": len(load.latencies), "failed": errors, "columns": columns}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--bodies", type=Path, required=True)
+    parser.add_argument("--rate", type=float, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--connections", type=int, default=256)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    arguments.out.write_text(json.dumps(run(fire(arguments))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""From the samples of `bench cutover` to a table and a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench._cutover_plot import plot
+from bench._cutover_samples import Samples
+from bench._report import table
+
+Floats = npt.NDArray[np.float64]
+Row = dict[str, Any]
+QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
+RESAMPLES = 1000
+
+
+def quantile(blocks: Sequence[Floats], q: float) -> float:
+    """The smallest value with at least that share at or below it."""
+    values = np.sort(np.concatenate(blocks))
+    return float(values[max(0, int(np.ceil(q * len(values))) - 1)])
+
+
+def ratio(above: Sequence[Floats], below: Sequence[Floats], q: float, resamples: int = RESAMPLES) -> tuple[float, ...]:
+    """above / below at a quantile, with the 2.5 % and 97.5 % points of a bootstrap over blocks."""
+    random = np.random.default_rng(0)
+
+    def drawn(blocks: Sequence[Floats]) -> list[Floats]:
+        return [blocks[n] for n in random.integers(0, len(blocks), len(blocks))]
+
+    found = [quantile(drawn(above), q) / quantile(drawn(below), q) for _ in range(resamples)]
+    low, high = np.quantile(found, (0.025, 0.975))
+    return quantile(above, q) / quantile(below, q), float(low), float(high)
+
+
+def mixed(parts: Sequence[Row]) -> Row:
+    """Answers that do not fit the versions that they name: items of another vocab, or a score of other weights.
+
+    A request's best score under one content of weights is one number, whatever the vocab is called; `apart` is the
+    smallest distance between contents, in units of the largest spread inside one: it says that the check can see.
+    """
+    wrong, spread, apart = 0, 0.0, np.inf
+    for part in parts:
+        scores: dict[tuple[int, str], list[float]] = {}
+        for client in part["clients"]:
+            c = client["columns"]
+            for body, weights, score, bad, status in zip(
+                *(c.get(name, []) for name in ("body", "weights", "score", "mixed", "status")), strict=True
+            ):
+                if status == 200:
+                    wrong += bool(bad)
+                    letter = weights.rpartition("-")[2] if "-" in weights else "a"
+                    scores.setdefault((body, letter), []).append(score)
+        middle = {key: float(np.median(values)) for key, values in scores.items()}
+        for (body, letter), values in scores.items():
+            spread = max(spread, float(np.abs(np.array(values) - middle[body, letter]).max()))
+            others = [
+                abs(middle[body, letter] - at) for (b, other), at in middle.items() if b == body and other != letter
+            ]
+            apart = min(apart, *others, np.inf)
+    return {"wrong_items": wrong, "score_spread": spread, "score_apart": float(apart)}
+
+
+def summary(parts: Sequence[Row]) -> Row:
+    """The figures of one mode."""
+    found = [Samples.of(part) for part in parts]
+    steady = [[b for s in found for b in s.blocks(s.stretch == n)] for n in (1, 3)]
+    during = [b for s in found for b in s.blocks(s.overlaps & (s.stretch == 2))]
+    both = steady[0] + steady[1]
+    updates = [one for part in parts for one in part["updates"]]
+    holds = [one["hold_ms"] for one in updates if one["hold_ms"] is not None]
+    batches = np.concatenate([s.batch for s in found])
+    clients = [client for part in parts for client in part["clients"]]
+    return {
+        "updates": len(updates),
+        "parts": len(parts),
+        "requests": {"sent": sum(c["sent"] for c in clients), "steady": sum(map(len, both)),
+                     "overlapping": sum(map(len, during))},
+        "failed": sum(c["sent"] - c["answered"] for c in clients),
+        "mixed": mixed(parts),
+        "rate_per_s": [round(part["rate_per_s"], 1) for part in parts],
+        "saturation_per_s": [round(part["saturation_per_s"], 1) for part in parts],
+        "late_p99_ms": quantile([np.array(c["columns"]["late_ms"]) for c in clients if c["columns"]], 0.99),
+        "steady_ms": {name: quantile(both, q) for name, q in QUANTILES.items()},
+        "during_ms": {name: quantile(during, q) for name, q in QUANTILES.items()} if during else {},
+        "ratio": {name: ratio(during, both, q) for name, q in QUANTILES.items()} if during else {},
+        "aa": {name: ratio(steady[1], steady[0], q) for name, q in QUANTILES.items()},
+        "hold_ms": {name: float(np.quantile(holds, q)) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1))}
+        if holds else {},
+        "batch_ms": {name: float(np.quantile(batches, q)) for name, q in (("p50", 0.5), ("p99", 0.99))},
+        "prepare_ms": {kind: round(float(np.median([u["prepare_ms"] for u in updates
+                                                    if u["kind"] == kind and u["prepare_ms"]] or [0])))
+                       for kind in dict.fromkeys(u["kind"] for u in updates)},
+        "apart_s": round(float(np.median(np.diff([u["published"] for u in updates]))), 2) if len(updates) > 1 else 0.0,
+    }  # fmt: skip
+
+
+def write_report(parts: Sequence[Row], out: Path) -> str:
+    """Write OUT.json, OUT.svg and OUT.md; the text of the last."""
+    modes = {mode: [part for part in parts if part["mode"] == mode] for mode in ("live", "naive")}
+    found = {mode: summary(some) for mode, some in modes.items() if some}
+    out.with_suffix(".json").write_text(json.dumps(
+        {"summary": found, "setting": parts[0]["setting"], "machine": parts[0]["machine"],
+         "notes": sorted({part["note"] for part in parts if part["note"]})}, indent=1) + "\n")  # fmt: skip
+    out.with_suffix(".svg").write_text(plot({mode: some[0] for mode, some in modes.items() if some}))
+    text = markdown(parts, found, out.name)
+    out.with_suffix(".md").write_text(text)
+    return text
+
+
+def markdown(parts: Sequence[Row], found: Row, name: str) -> str:
+    """The report."""
+    s, m = parts[0]["setting"], parts[0]["machine"]
+    versions = ", ".join(f"{key} {value}" for key, value in m["versions"].items() if value != "none")
+    notes = sorted({part["note"] for part in parts if part["note"]})
+    lines = [
+        "# Cutovers under load\n",
+        f"Made by `widebeam bench cutover`. qwen3, {s['layers']} layers, d {s['hidden']}, {s['gigabytes']} GB of\n"
+        f"float32 weights on the disk, {s['items']:,} items, W {s['width']}, device {s['device']}.\n"
+        f"{m['cpu']}, {m['cores']} cores, load before {m['load_before']}; {versions};\n"
+        f"commit {m['commit'] or 'unknown'}.\n",
+        *(f"**{note}**\n" for note in notes),
+        _figures(found),
+        "\nRatios at a quantile, with 95 % of a bootstrap over blocks of three seconds. During: requests that overlap\n"
+        "an update, from its publication to a quarter of a second after the version before gave its memory back.\n"
+        "A/A: the second steady stretch against the first.\n",
+        f"![p99 over time]({name}.svg)\n",
+    ]
+    return "\n".join(lines)
+
+
+def _figures(found: Row) -> str:
+    def three(values: Sequence[float]) -> str:
+        return "{:.2f} ({:.2f}..{:.2f})".format(*values)
+
+    def row(title: str, cell) -> list[str]:
+        return [title, *(cell(one) for one in found.values())]
+
+    rows = [
+        row("parts, updates", lambda f: f"{f['parts']}, {f['updates']}"),
+        row("seconds between updates, median", lambda f: str(f["apart_s"])),
+        row("preparing, median ms", lambda f: ", ".join(f"{k} {v}" for k, v in f["prepare_ms"].items())),
+        row("saturation, requests/s", lambda f: ", ".join(map(str, f["saturation_per_s"]))),
+        row("offered, requests/s", lambda f: ", ".join(map(str, f["rate_per_s"]))),
+        row("requests steady, during updates", lambda f: f"{f['requests']['steady']}, {f['requests']['overlapping']}"),
+        row("failed or refused", lambda f: str(f["failed"])),
+        row("answers with items of another vocab", lambda f: str(f["mixed"]["wrong_items"])),
+        row("best scores: spread in one content, distance of contents",
+            lambda f: f"{f['mixed']['score_spread']:.3g}, {f['mixed']['score_apart']:.3g}"),
+        *(row(f"steady {q} ms", lambda f, q=q: f"{f['steady_ms'][q]:.2f}") for q in QUANTILES),
+        *(row(f"during {q} ms", lambda f, q=q: f"{f['during_ms'].get(q, 0):.2f}") for q in QUANTILES),
+        *(row(f"during / steady, {q}", lambda f, q=q: three(f["ratio"][q]) if f["ratio"] else "") for q in QUANTILES),
+        *(row(f"A/A, {q}", lambda f, q=q: three(f["aa"][q])) for q in QUANTILES),
+        row("hold p50, p99, max ms", lambda f: ", ".join(f"{v:.2f}" for v in f["hold_ms"].values())),
+        row("batch p50, p99 ms", lambda f: ", ".join(f"{v:.2f}" for v in f["batch_ms"].values())),
+        row("clients sent late, p99 ms", lambda f: f"{f['late_p99_ms']:.2f}"),
+    ]  # fmt: skip
+    return table(["", *found], rows)

@@ -1,0 +1,189 @@
+"""The deployment root of `bench cutover`: weights of a gigabyte and a million items, in three contents each.
+
+Contents are told apart by what they answer: the last norm of weights content n is scaled by SCALES[n], which moves
+every score, and the items of vocab content n are called "<letter><number>", but for the COMMON ones that histories
+name.
+Versions are hard links to the same files with a manifest of their own, so one appears in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from app.config import Limits, SidConfig
+from app.engine.families.base import ModelFiles
+from app.engine.registry import family
+from app.vocab.artifact import save_vocab
+from app.vocab.items import Strings, Table
+from app.vocab.manifest import FileEntry, Kind, read_manifest
+from app.vocab.publish import Draft, commit, draft
+
+SPECIAL = 3
+"""Token ids in front of the SID tokens."""
+LETTERS = "abc"
+SCALES = (1.0, 1.25, 1.5)
+COMMON = 1000
+"""Items that have the same id in every content."""
+BLOCK = 16 << 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What serves. gigabytes: the least that a weights version holds; the table of input tokens is padded up to it."""
+
+    gigabytes: float = 1.0
+    items: int = 1_000_000
+    sizes: tuple[int, ...] = (1024, 1024, 1024)
+    history: int = 32
+    width: int = 64
+    batch: int = 16
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    ffn: int = 512
+    device: str = "auto"
+    threads: int = 0
+
+    @property
+    def config(self) -> dict[str, object]:
+        """The model's config.json."""
+        return {
+            "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden, "intermediate_size": self.ffn, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
+            "max_position_embeddings": 4096, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6, "attention_bias": False,
+        }  # fmt: skip
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens, so that the file has its size."""
+        own = (self.heads + 2 * self.kv_heads + self.heads) * self.head_dim * self.hidden + 3 * self.ffn * self.hidden
+        left = self.gigabytes * 1e9 / 4 - self.layers * own
+        return max(SPECIAL + sum(self.sizes), int(left / self.hidden) + 1)
+
+
+SMALL = Setting(sizes=(256, 256, 256), width=32)
+LARGE = Setting(
+    width=256, batch=32, layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, ffn=3072, gigabytes=1.8
+)
+"""Qwen3-0.6B's shape."""
+TOY = Setting(
+    gigabytes=0.002, items=5000, sizes=(64, 64, 64), history=4, width=8, batch=4, layers=1, hidden=16, heads=2,
+    kv_heads=1, head_dim=8, ffn=32,
+)  # fmt: skip
+SETTINGS = {"cpu": SMALL, "h200": LARGE, "toy": TOY}
+
+
+def make_root(work: Path, setting: Setting) -> Path:
+    """The root with its store of contents, made once a working directory. Minutes and 3 x `gigabytes` of disk."""
+    root, store, mark = work / "root", work / "store", work / "setting.json"
+    text = json.dumps(asdict(setting))
+    if mark.exists():
+        if mark.read_text("utf-8") != text:
+            raise SystemExit(f"{work} holds another setting: give another --work")
+        return root
+    for content in range(len(LETTERS)):
+        _make_weights(store, setting, content)
+        _make_vocab(store, setting, content)
+    (root / "policies").mkdir(parents=True, exist_ok=True)
+    (root / "policies" / "base.yaml").write_text(f"widebeam: 1\nwidths: {[setting.width] * len(setting.sizes)}\n")
+    base = [SPECIAL + sum(setting.sizes[:t]) for t in range(len(setting.sizes))]
+    (root / "deployment.toml").write_text(
+        f'family = "qwen3"\ndevice = "{setting.device}"\n[sid]\nsizes = {list(setting.sizes)}\ntoken_base = {base}\n'
+        f"[limits]\nwidths = {[setting.width] * len(setting.sizes)}\nrows = {setting.width * setting.batch}\n"
+        f"batch = {setting.batch}\ncontext = {setting.history * len(setting.sizes)}\nk = {setting.width}\n[server]\n"
+        f'port = 0\nadmin_port = 0\nadmin_auth = "none"\nthreads = {setting.threads}\ndrain_delay_s = 0.05\n'
+    )
+    publish(work, "weights", 0, "v1")
+    publish(work, "vocab", 0, "v1")
+    mark.write_text(text)
+    return root
+
+
+def publish(work: Path, kind: Kind, content: int, version: str) -> None:
+    """A version of a content: links and a manifest."""
+    place = work / "store" / kind / LETTERS[content]
+    files = read_manifest(place, kind).files
+    with draft(work / "root", kind) as made:
+        for name, entry in files.items():
+            _link(made, place / name, name, entry)
+        commit(made, kind, version, "bench", {})
+
+
+def _link(made: Draft, source: Path, name: str, entry: FileEntry) -> None:
+    os.link(source, made.directory / name)
+    made.files[name] = entry
+
+
+def _make_weights(store: Path, setting: Setting, content: int) -> None:
+    limits = Limits(context=setting.history * len(setting.sizes), rows=setting.width * setting.batch)
+    base = tuple(SPECIAL + sum(setting.sizes[:t]) for t in range(len(setting.sizes)))
+    sid = SidConfig(sizes=setting.sizes, token_base=base)
+    model = family("qwen3").build(ModelFiles(setting.config, Path(), {}), sid, limits, torch.float32)
+    shapes = {spec.name: spec.shape for spec in model.weight_specs()}
+    header: dict[str, object] = {}
+    at = 0
+    for name, shape in shapes.items():
+        size = 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little")
+        yield text
+        generator = np.random.default_rng(content + 1)  # every content has bytes of its own
+        shared = np.random.default_rng(0)  # and the same model but for its scale
+        for name, shape in shapes.items():
+            yield from _tensor(name, shape, setting, content, shared, generator)
+
+    with draft(store, "weights") as made:
+        made.write("config.json", [json.dumps(setting.config).encode()])
+        made.write("model.safetensors", pieces())
+        commit(made, "weights", LETTERS[content], "bench", {})
+
+
+def _tensor(name, shape, setting, content, shared, generator) -> Iterator[bytes | memoryview]:
+    if name.endswith("norm.weight"):
+        scale = SCALES[content] if name == "model.norm.weight" else 1.0
+        yield np.full(shape, scale, np.float32).tobytes()
+        return
+    rows, columns = shape
+    if name != "model.embed_tokens.weight":
+        yield (shared.standard_normal(shape, np.float32) * columns**-0.5).data.cast("B")
+        return
+    used = SPECIAL + sum(setting.sizes)
+    yield (0.2 * shared.standard_normal((used, columns), np.float32)).data.cast("B")
+    block = generator.standard_normal(BLOCK // 4, np.float32).data.cast("B")
+    left = (rows - used) * columns * 4
+    while left > 0:
+        yield block[: min(left, BLOCK)]
+        left -= BLOCK
+
+
+def _make_vocab(store: Path, setting: Setting, content: int) -> None:
+    total = int(np.prod(setting.sizes))
+    flat = np.unique(np.random.default_rng(5).integers(0, total, setting.items))
+    sids = np.stack(np.unravel_index(flat, setting.sizes), axis=1).astype(np.int32)
+    names = [f"{'i' if n < COMMON else LETTERS[content]}{n}".encode() for n in range(len(sids))]
+    save_vocab(Table(Strings.of(names), sids, {}), setting.sizes, store, LETTERS[content], made_by="bench")
+
+
+def bodies(setting: Setting, count: int = 64) -> list[bytes]:
+    """Requests that every content understands."""
+    generator = np.random.default_rng(3)
+    histories = generator.integers(0, min(COMMON, setting.items // 2), (count, setting.history)).tolist()
+    k = min(20, setting.width)
+    return [json.dumps({"context": {"history": [f"i{n}" for n in one]}, "k": k}).encode() for one in histories]
