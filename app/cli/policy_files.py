@@ -24,6 +24,7 @@ from app.runtime.columns import catalogue_of
 from app.runtime.desired import wishes
 from app.runtime.loader import load_contract
 from app.runtime.state_dir import load_last_good, load_policy
+from app.vocab.aggregates import side_data
 from app.vocab.artifact import load_vocab
 
 POLICY_ID = re.compile(r"[0-9a-f]{12}")
@@ -81,7 +82,8 @@ def deployed(root: Path) -> Deployed:
     """The contract of a root's weights and the catalogue of its vocab. Raises BadDeployment, Rejected."""
     deployment = read_deployment(root)
     vocabs = wishes(root, root / deployment.server.state_dir, "vocab").found
-    catalogue = catalogue_of(load_vocab(vocabs[0].directory, deployment.sid.sizes)) if vocabs else None
+    vocab = load_vocab(vocabs[0].directory, deployment.sid.sizes) if vocabs else None
+    catalogue = None if vocab is None else catalogue_of(vocab, side_data(vocab, deployment))
     return Deployed(root, deployment, load_contract(root, deployment), catalogue)
 
 

@@ -24,6 +24,8 @@ class Column(NamedTuple):
     first   the first step at which a prefix has it
     fixed   whether the prefix of the row alone determines it, whatever the code
     low, high  bounds of a number, where known
+    aggregate  of a prefix: how it is made from the items below, "any" or another word; "" = not known
+    about      what it is, for people
     """
 
     space: Space
@@ -34,6 +36,8 @@ class Column(NamedTuple):
     low: float = float("-inf")
     high: float = float("inf")
     labels: tuple[str, ...] = ()
+    aggregate: str = ""
+    about: str = ""
 
     @property
     def key(self) -> str:

@@ -34,6 +34,7 @@ from app.runtime.status import ArtifactStatus, Reason, now_iso
 from app.runtime.survey import Survey, survey
 from app.runtime.takedowns import NOTHING, Takedowns, load_takedowns
 from app.runtime.watch import scan
+from app.vocab.aggregates import SideData, side_data
 from app.vocab.artifact import load_vocab
 from app.vocab.manifest import Kind, verify
 from app.vocab.vocab import Vocab
@@ -145,7 +146,7 @@ class _Gate:
                 self._note(kind, version, State.WAITING, reason=Reason("requires", why))
             self._note("weights", one.version, State.ACTIVE, digest=one.digest)
             self._note("vocab", other.version, State.ACTIVE, digest=other.digest)
-            return parts.snapshot(self._policies(parts.contract, parts.vocab)).having(takedowns=self._takedowns(seen))
+            return parts.snapshot(self._policies(parts)).having(takedowns=self._takedowns(seen))
 
     def _look(self, seen: Survey) -> None:
         for kind, found in seen.candidates.items():
@@ -208,12 +209,12 @@ class _Gate:
     ) -> None:
         self._notes[kind, version] = ArtifactStatus(kind, version, state, now_iso(), digest, reason)
 
-    def _policies(self, contract: Contract, vocab: Vocab) -> PolicySet:
+    def _policies(self, parts: Parts) -> PolicySet:
         """The policies of the root; a default that cannot serve keeps the server from being ready."""
         folder, state = self._root / "policies", self._root / self._deployment.server.state_dir
         listing = scan(folder)  # before the files are read: what changes meanwhile is a change to whoever watches
         files = snapshot(folder, "policies")
-        compile_ = compiler(contract, catalogue_of(vocab), Cache())
+        compile_ = compiler(parts.contract, catalogue_of(parts.vocab, parts.side), Cache())
         self.in_force = renew(None, files, listing, compile_, self._clock(), load_last_good(state))
         for name, text in self.in_force.problems().items():
             self._log.error("policy_rejected", policy=name, diagnostics=text)
@@ -236,13 +237,13 @@ class Parts:
     vocab: Vocab
     vocab_ref: ArtifactRef
     trie: DeviceTrie
+    side: SideData
 
     def snapshot(self, policies: Policies) -> Snapshot:
         """The set with policies, which were compiled for `contract`."""
         new_id = snapshot_id(self.contract.id, self.weights.digest, self.vocab_ref.digest, policies.id)
-        return Snapshot(
-            new_id, self.contract, self.engine, self.weights, self.vocab, self.vocab_ref, self.trie, policies
-        )
+        parts = self.contract, self.engine, self.weights, self.vocab, self.vocab_ref, self.trie, policies
+        return Snapshot(new_id, *parts, side=self.side)
 
 
 class Weights(NamedTuple):
@@ -262,18 +263,30 @@ def read_weights(directory: Path, deployment: Deployment, device: torch.device) 
     return Weights(engine, config)
 
 
-def bind(deployment: Deployment, weights: Weights, weights_option: Option, vocab: Vocab, vocab_option: Option) -> Parts:
-    """Check weights and vocab against each other and make their contract. Raises Rejected."""
+def bind(
+    deployment: Deployment,
+    weights: Weights,
+    weights_option: Option,
+    vocab: Vocab,
+    vocab_option: Option,
+    side: SideData | None = None,
+) -> Parts:
+    """Check weights, vocab and overlay against each other and make their contract. Raises Rejected.
+
+    side: what the overlay declares of the vocab, where that was made before
+    """
     engine = weights.engine
     _check_tokens(engine, vocab, f"vocab/{vocab_option.version}")
     since = now_iso()
+    side = side_data(vocab, deployment) if side is None else side
     return Parts(
         contract=make_contract(engine, weights.config, deployment, _name(engine.dtype)),
         engine=engine,
         weights=ArtifactRef(weights_option.version, weights_option.digest, since),
         vocab=vocab,
         vocab_ref=ArtifactRef(vocab_option.version, vocab_option.digest, since),
-        trie=DeviceTrie.of(vocab, engine.device),
+        trie=DeviceTrie.of(vocab, engine.device, side),
+        side=side,
     )
 
 

@@ -107,7 +107,7 @@ class PolicyUpdates:
         state, active = self._started(), self._runtime.active
         same = active is not None and active.contract.id == snapshot.contract.id
         running = state.policies.traffic if same else None
-        compile_ = compiler(snapshot.contract, catalogue_of(snapshot.vocab), self._cache, running)
+        compile_ = compiler(snapshot.contract, catalogue_of(snapshot.vocab, snapshot.side), self._cache, running)
         return await self._background.run(lambda: renew(state, state.disk, state.listing, compile_, self._clock()))
 
     async def check_text(self, name: str, text: str) -> dict[str, object]:
@@ -117,7 +117,7 @@ class PolicyUpdates:
             raise NotReady("there is no contract to check against yet")
         source = Source(f"{SHOWN}/{name}.yaml", text.encode("utf-8", "surrogatepass"))
         folder = replace(state.folder, sources={**state.folder.sources, name: source})
-        compile_ = compiler(active.contract, catalogue_of(active.vocab), Cache(), active.policies.traffic)
+        compile_ = compiler(active.contract, catalogue_of(active.vocab, active.side), Cache(), active.policies.traffic)
         loaded = (await self._background.run(lambda: compile_(folder, {}))).policies[name]
         return {
             "ok": not loaded.errors,
@@ -129,7 +129,7 @@ class PolicyUpdates:
 
     async def _renewed(self, active: Snapshot, folder: load.Folder, listing: Listing) -> InForce:
         before, traffic = self.in_force, active.policies.traffic
-        compile_ = compiler(active.contract, catalogue_of(active.vocab), self._cache, traffic)
+        compile_ = compiler(active.contract, catalogue_of(active.vocab, active.side), self._cache, traffic)
 
         def make() -> InForce:
             self._cache.turn()

@@ -17,6 +17,7 @@ from app.runtime.loader import Parts, Weights, bind, read_weights
 from app.runtime.memory import check_fits
 from app.runtime.residents import Resident
 from app.runtime.states import State
+from app.vocab.aggregates import SideData, tables
 from app.vocab.artifact import load_vocab
 from app.vocab.manifest import Kind, verify
 
@@ -71,7 +72,8 @@ class Preparation:
             vocab = await self._load("vocab", want.vocab, lambda path: load_vocab(path, want.deployment.sid.sizes))
         for kind, option in want.options:
             self._moved(kind, option, State.VALIDATING)
-        return await self._background.run(lambda: bind(want.deployment, weights, want.weights, vocab, want.vocab))
+        side = _side(want, residents)
+        return await self._background.run(lambda: bind(want.deployment, weights, want.weights, vocab, want.vocab, side))
 
     def _read_weights(self, directory: Path, deployment: Deployment) -> Weights:
         check_fits(directory, deployment, self._device)
@@ -96,6 +98,13 @@ def _weights(want: Want, residents: Iterable[Resident]) -> Weights | None:
         if (one.weights.digest, one.deployment) == mine:
             return Weights(one.snapshot.engine, msgspec.json.decode(one.snapshot.contract.config))
     return None
+
+
+def _side(want: Want, residents: Iterable[Resident]) -> SideData | None:
+    """What the same tables declare of the same vocab."""
+    mine = want.vocab.digest, tables(want.deployment)
+    sides = ((one.vocab.digest, one.snapshot.side) for one in residents)
+    return next((side for digest, side in sides if (digest, side.declared) == mine), None)
 
 
 def _verified(directory: Path, kind: Kind, option: Option) -> None:

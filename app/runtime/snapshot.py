@@ -18,6 +18,8 @@ from app.policies.assign import Traffic
 from app.policies.experiments import Loaded
 from app.policies.plan import Plan
 from app.runtime.takedowns import NOTHING, Takedowns
+from app.vocab.aggregates import NOTHING as NOTHING_DECLARED
+from app.vocab.aggregates import SideData
 from app.vocab.vocab import Vocab
 
 EVERYTHING = "*"
@@ -73,17 +75,18 @@ class ArtifactRef(NamedTuple):
 
 class DeviceTrie(NamedTuple):
     """The trie's arrays on the engine's device. widest [L]: most children of a node of depth t - 1; prefixes [L]: nodes
-    of depth t; nodes in all."""
+    of depth t; nodes in all; columns: what is declared of prefixes, [nodes + 1] by node, the last for node -1."""
 
     first: Tensor
     code: Tensor
     widest: tuple[int, ...]
     prefixes: tuple[int, ...]
     nodes: int
+    columns: Mapping[str, Tensor] = {}
 
     @classmethod
-    def of(cls, vocab: Vocab, device: torch.device) -> DeviceTrie:
-        """Copy a vocab's trie to a device."""
+    def of(cls, vocab: Vocab, device: torch.device, side: SideData = NOTHING_DECLARED) -> DeviceTrie:
+        """Copy a vocab's trie, and what is declared of its prefixes, to a device."""
         trie = vocab.trie
         return cls(
             torch.from_numpy(trie.first).to(device),
@@ -91,6 +94,7 @@ class DeviceTrie(NamedTuple):
             trie.max_children,
             trie.prefixes[1:],
             trie.nodes,
+            {key: torch.from_numpy(one.nodes).to(device) for key, one in side.columns.items()},
         )
 
 
@@ -127,6 +131,7 @@ class Snapshot:
     id      made from the ids of its parts, so equal sets have equal ids on every replica
     killed  names of policies and experiments that the kill switch stopped; `EVERYTHING` = all of them
     gone    the items of this vocab that are taken down, and what that exhausts; None where there are none
+    side    what the deployment declares of this vocab's prefixes and items
     """
 
     id: str
@@ -140,6 +145,7 @@ class Snapshot:
     killed: frozenset[str] = frozenset()
     takedowns: Takedowns = NOTHING
     gone: DeadNodes | None = None
+    side: SideData = NOTHING_DECLARED
 
     @property
     def batch_key(self) -> BatchKey:
