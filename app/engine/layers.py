@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from app.ops.graph import as_node
+
 LOGITS, ROWS = 1 << 19, 128
 """A full-vocabulary logit matrix is held for as many rows as make LOGITS elements (2 MiB in float32), but for ROWS at
 least: fewer would read the whole head too often."""
@@ -40,6 +42,13 @@ def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return functional.linear(functional.silu(gate).mul_(up), down)
 
 
+def _picked_shapes(hidden: Tensor, head: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    del head
+    n = hidden.shape[0]
+    return hidden.new_empty(n, tokens.shape[0]), hidden.new_empty(n, dtype=torch.float32)
+
+
+@as_node("(Tensor hidden, Tensor head, Tensor tokens) -> (Tensor, Tensor)", _picked_shapes)
 def pick_and_norm(hidden: Tensor, head: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Logits of some tokens, and the log-sum-exp over the whole vocabulary, from one product.
 

@@ -100,8 +100,8 @@ class Qwen35(TokenModel):
         """See `Family.encode`. Prompts lie end to end; behind the last mixer only last positions are computed."""
         tokens, start = contexts["tokens"]
         length, count = start.diff(), start.numel() - 1
-        request = torch.repeat_interleave(torch.arange(count, device=start.device), length, output_size=len(tokens))
-        position = torch.arange(len(tokens), device=start.device) - start[request]
+        request = torch.repeat_interleave(torch.arange(count, device=start.device), length, output_size=tokens.shape[0])
+        position = torch.arange(tokens.shape[0], device=start.device) - start[request]
         place = request * self.positions + position
         prompts = Prompts(start, position, place, self.angles[position], plan_chunks(start))
         arena["prompt_length"][:count] = length

@@ -39,7 +39,7 @@ class Prompts(NamedTuple):
     @property
     def requests(self) -> int:
         """R."""
-        return len(self.start) - 1
+        return self.start.shape[0] - 1
 
     @property
     def last(self) -> Tensor:
@@ -138,7 +138,7 @@ class LinearBlock(Block):
 
     def step(self, x: Tensor, step: Step, state: State) -> Tensor:
         """See `Block.step`: projection replay over the records of the rows' ancestors (OneLA 3.2)."""
-        rows, n, count = step.rows, len(x), len(step.length)
+        rows, n, count = step.rows, x.shape[0], step.length.shape[0]
         mixed, z, log_alpha, beta = self._projected(x)
         window = gdn.window_convolution(
             mixed, self.kernel.squeeze(1), state["conv_tail"][:count], state["conv_input"],
@@ -175,14 +175,14 @@ class LinearBlock(Block):
         normed = centred_norm(x, self.input_norm, c.eps)
         mixed, z = torch.split(functional.linear(normed, self.qkvz), [c.channels, c.values], 1)
         gates = gdn.decay_and_beta(functional.linear(normed, self.ba), self.a_log, self.dt_bias)
-        return mixed, z.view(len(x), c.value_heads, c.value_dim), *gates
+        return mixed, z.view(x.shape[0], c.value_heads, c.value_dim), *gates
 
     def _heads(self, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The convolved channels [N, channels] as q, k [N, HK, K] of unit length and v [N, HV, V]."""
         c = self.config
         q, k, v = torch.split(window, [c.keys, c.keys, c.values], 1)
-        q, k = (part.view(len(window), c.key_heads, c.key_dim) for part in (q, k))
-        return gdn.unit_queries(q), gdn.unit_keys(k), v.view(len(window), c.value_heads, c.value_dim)
+        q, k = (part.view(window.shape[0], c.key_heads, c.key_dim) for part in (q, k))
+        return gdn.unit_queries(q), gdn.unit_keys(k), v.view(window.shape[0], c.value_heads, c.value_dim)
 
     def _mixed(self, o: Tensor, z: Tensor) -> Tensor:
         return functional.linear(gdn.gated_norm(o, z, self.o_norm, self.config.eps).flatten(1), self.out)
@@ -225,7 +225,7 @@ class FullBlock(Block):
 
     def step(self, x: Tensor, step: Step, state: State) -> Tensor:
         """See `Block.step`: each row over its request's prompt, and over its ancestors' slots."""
-        rows, n, count, scale = step.rows, len(x), len(step.length), self._scale
+        rows, n, count, scale = step.rows, x.shape[0], step.length.shape[0], self._scale
         q, k, v, gate = self._projected(x, step.angles)
         keys, values = state["prompt_k"][:count], state["prompt_v"][:count]
         shared = context_attention(q, keys, values, step.length, rows.row_start, scale=scale)
@@ -246,8 +246,8 @@ class FullBlock(Block):
         """x [N, d] -> q [N, H, D], k, v [N, Hkv, D], q and k at their positions, and the gate [N, H, D]."""
         c = self.config
         qkv = functional.linear(centred_norm(x, self.input_norm, c.eps), self.qkv, self.qkv_bias)
-        asked, key, v = torch.split(qkv.view(len(x), -1, c.dim), [2 * c.heads, c.kv_heads, c.kv_heads], 1)
-        q, gate = asked.view(len(x), c.heads, 2, c.dim).unbind(2)
+        asked, key, v = torch.split(qkv.view(x.shape[0], -1, c.dim), [2 * c.heads, c.kv_heads, c.kv_heads], 1)
+        q, gate = asked.view(x.shape[0], c.heads, 2, c.dim).unbind(2)
         qk = centred_norm(torch.cat([q, key], 1), self.qk_norm.view(-1, c.dim), c.eps)
         qk = torch.cat([layers.rotate(qk[:, :, : c.rotary], angles), qk[:, :, c.rotary :]], 2)
         return qk[:, : c.heads], qk[:, c.heads :], v, gate

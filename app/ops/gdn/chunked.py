@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from app.ops.graph import as_node
+
 CHUNK = 64
 """Positions of a chunk: the work inside grows with it, the number of states in a row shrinks."""
 
@@ -26,6 +28,7 @@ class Chunks(NamedTuple):
     place     [T] int64      where each token went, as b * C + c
     active    one entry for each round of the scan: (requests that still have a chunk, that chunk), int64 both
     requests  R
+    start     what was cut
     """
 
     token: Tensor
@@ -33,10 +36,14 @@ class Chunks(NamedTuple):
     place: Tensor
     active: tuple[tuple[Tensor, Tensor], ...]
     requests: int
+    start: Tensor
 
 
 def plan_chunks(start: Tensor, size: int = CHUNK) -> Chunks:
     """start [R + 1] int: request r owns the tokens start[r]:start[r + 1] (none is allowed)."""
+    if torch.compiler.is_exporting():  # a graph has the cutting inside its node
+        nothing = start.new_empty(0)
+        return Chunks(nothing, nothing, nothing, (), start.shape[0] - 1, start)
     device, begin = start.device, start.long()
     length = begin.diff()
     count = (length + size - 1) // size
@@ -53,7 +60,7 @@ def plan_chunks(start: Tensor, size: int = CHUNK) -> Chunks:
     for i in range(max(counts, default=0)):
         left = requests[count > i]
         active.append((left, first[left] + i))
-    return Chunks(index, real, place, tuple(active), len(counts))
+    return Chunks(index, real, place, tuple(active), len(counts), start)
 
 
 def chunked_delta_rule(
@@ -68,6 +75,31 @@ def chunked_delta_rule(
     chunks     from `plan_chunks`
     Returns o [T, HV, V] float32 and S_ctx [R, HV, K, V] float32; prompts do not see each other.
     """
+    if torch.compiler.is_exporting():
+        return _delta_rule(q, k, v, log_alpha, beta, chunks.start)
+    return _chunked(q, k, v, log_alpha, beta, chunks)
+
+
+def _rule_shapes(
+    q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor]:
+    del q, log_alpha, beta
+    n, hv, width = v.shape
+    state = v.new_empty(start.shape[0] - 1, hv, k.shape[2], width, dtype=torch.float32)
+    return v.new_empty(n, hv, width, dtype=torch.float32), state
+
+
+@as_node(
+    "(Tensor q, Tensor k, Tensor v, Tensor log_alpha, Tensor beta, Tensor start) -> (Tensor, Tensor)", _rule_shapes
+)
+def _delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`chunked_delta_rule` with the cutting: what a graph has of it."""
+    return _chunked(q, k, v, log_alpha, beta, plan_chunks(start))
+
+
+def _chunked(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
     hk, hv, width = k.shape[1], v.shape[1], v.shape[2]
     group, size = hv // hk, chunks.token.shape[1]
     blocks = len(chunks.token)

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from app.ops.graph import as_node
 
+
+def _causal_shapes(x: Tensor, weight: Tensor, start: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    del position
+    return torch.empty_like(x), x.new_empty(start.shape[0] - 1, weight.shape[1] - 1, x.shape[1])
+
+
+@as_node("(Tensor x, Tensor weight, Tensor start, Tensor position) -> (Tensor, Tensor)", _causal_shapes)
 def causal_convolution(x: Tensor, weight: Tensor, start: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """Ragged prompts that lie end to end.
 
@@ -54,7 +62,7 @@ def window_convolution(
     compact   the ancestry is the identity: slots 0..N-1 are read in place
     Returns y [N, D].
     """
-    n, size, columns = len(x), weight.shape[1], ancestry.shape[1]
+    n, size, columns = x.shape[0], weight.shape[1], ancestry.shape[1]
     own = range(max(first, columns - size + 1), columns)
     kernel = weight.float()
     y = x.float() * kernel[:, -1]

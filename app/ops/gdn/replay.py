@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from app.ops.graph import as_node
+
 
 class Records(NamedTuple):
     """The slots of the transition records: slot (j, n) holds what row n of step j + 1 wrote, once.
@@ -33,7 +35,7 @@ class Records(NamedTuple):
 
     def put(self, j: int, record: Record) -> None:
         """Write slots (j, 0..N-1)."""
-        n = len(record.alpha)
+        n = record.alpha.shape[0]
         self.alpha[j, :n] = record.alpha
         self.delta[j, :n] = stored_delta(record.delta, self.delta.dtype)
         self.k[j, :n] = record.k
@@ -73,7 +75,7 @@ def replay(
     compact      the ancestry is the identity: slots 0..N-1 are read in place, without a gather
     Returns o [N, HV, V] float32 and the rows' own record.
     """
-    n, hk, hv = len(q), k.shape[1], v.shape[1]
+    n, hk, hv = q.shape[0], k.shape[1], v.shape[1]
     if hv % hk:
         raise ValueError(f"v: {hv} value heads are not a multiple of the {hk} key heads")
     both = torch.stack([q, k], 1)  # [N, 2, HK, K]
@@ -93,6 +95,13 @@ def replay(
     return torch.addcmul(decay * u_q, delta, dot), Record(alpha, delta, k)
 
 
+def _projection_shapes(x: Tensor, s_ctx: Tensor, row_start: Tensor) -> Tensor:
+    del row_start
+    n, parts, hk, _ = x.shape
+    return x.new_empty((n, parts, hk, s_ctx.shape[1] // hk, s_ctx.shape[3]))
+
+
+@as_node("(Tensor x, Tensor s_ctx, Tensor row_start) -> Tensor", _projection_shapes)
 def shared_projection(x: Tensor, s_ctx: Tensor, row_start: Tensor) -> Tensor:
     """x [N, P, HK, K] float32 (P projections of a row), s_ctx [R, HV, K, V] -> [N, P, HK, G, V]: every row times the
     state of its own request. Neighbouring requests of equal width are one batched product."""
