@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from app.core import Contract
+from app.policies.builtin import BUILT_IN
 from app.policies.check_contract import planned, trie_prefixes, widths_of
 from app.policies.check_types import bind, bounds, constant
 from app.policies.diagnostics import Findings, Span
@@ -16,7 +17,6 @@ from app.policies.expr import Binary, Expr, Field, Index, Operation, show, walk
 from app.policies.facts import Catalogue, Facts, facts_of
 from app.policies.groups import Group, group_of
 from app.policies.lower_step import argument, expression, operations
-from app.policies.operators import OPERATORS
 from app.policies.resolve import Policy, Resolved
 
 BOOST = 50.0
@@ -41,6 +41,7 @@ class _Checker:
         for t in range(1, len(self.contract.steps) + 1):
             if not self.defined(t):
                 continue
+            self.mask(t)
             self.select(t)
             self.quota(t)
             self.normal(t)
@@ -78,6 +79,16 @@ class _Checker:
         possible = 1 <= first <= len(self.contract.steps)
         hint = f"defined from step {first}" if possible else f"the deployment has steps 1 to {len(self.contract.steps)}"
         self.add("K007", span, f"{what} is not defined at step {t}", hint)
+
+    def mask(self, t: int) -> None:
+        """K016: a mask asks whether there is an item below, and nothing else (policy-language V23)."""
+        node = expression(self.policy.steps[t - 1]["mask"])
+        for part in walk(node) if node is not None else ():
+            if isinstance(part, Field) and part.space == "attr":
+                made = self.facts[f"attr.{part.name}"].aggregate
+                if made not in ("", "any"):
+                    hint = 'declare an attribute with as = "any" and read that'
+                    self.add("K016", part.span, f"`{show(part)}` in a mask is made by `{made}`", hint)
 
     def nodes(self, t: int) -> Iterator[Expr]:
         for resolved in self.policy.steps[t - 1].values():
@@ -174,12 +185,14 @@ class _Checker:
         step = self.policy.steps[t - 1]
         codes = self.contract.sizes[t - 1]
         for one in operations(step["keep"]):
-            value = constant(one.args[0].value)
-            least = {"top_k": codes, "top_p": 1.0}.get(one.op)
+            if one.op not in BUILT_IN.known:
+                continue  # what another package's argument means, only that package knows
+            value = constant(one.args[0].value) if one.args else None
+            least = {"top_k": codes, "top_p": 1.0, "typical": 1.0}.get(one.op)
             self.note(one, value is not None and (value >= least if least is not None else value == 0))
         [select] = operations(step["select"])
         if select.op == "diverse":
-            penalty = bind(OPERATORS["diverse"], select)[0]["penalty"].value
+            penalty = bind(BUILT_IN["diverse"], select)[0]["penalty"].value
             self.note(select, constant(penalty) == 0)
         if select.op == "explore":
             self.note(select, math.floor(argument(select, "share") * self.widths[t - 1]) == 0)
@@ -257,9 +270,9 @@ def show_of(resolved: Resolved) -> str:
 
 
 def _group_node(operation: Operation) -> Expr:
-    return bind(OPERATORS[operation.op], operation)[0]["group"].value
+    return bind(BUILT_IN[operation.op], operation)[0]["group"].value
 
 
 def _argument_span(operation: Operation, name: str) -> Span:
-    bound = bind(OPERATORS[operation.op], operation)[0]
+    bound = bind(BUILT_IN[operation.op], operation)[0]
     return bound[name].value.span if name in bound else operation.name_span

@@ -41,7 +41,7 @@ from app.policies.names import (
     Dependence,
     Phase,
 )
-from app.policies.operators import OPERATORS, Arg, Operator
+from app.policies.operators import Arg, Operator, Operators
 from app.policies.resolve import Param, Policy, Resolved
 
 Type = Literal["number", "condition", "text"] | None
@@ -49,7 +49,7 @@ Type = Literal["number", "condition", "text"] | None
 
 def check_types(policy: Policy, facts: Facts, contract: str, found: Findings) -> None:
     """Check every phase of every step, and `final`; report unused parameters. contract: its id, for messages."""
-    checker = _Checker(policy.params, facts, contract, found)
+    checker = _Checker(policy.params, facts, contract, policy.operators, found)
     for settings, phases, scope in [
         *((step, STEP_PHASES, "") for step in policy.steps),
         (policy.final, FINAL_PHASES, "final."),
@@ -73,6 +73,7 @@ class _Checker:
     params: Mapping[str, Param]
     facts: Facts
     contract: str
+    operators: Operators
     found: Findings
 
     def __post_init__(self) -> None:
@@ -229,6 +230,10 @@ class _Checker:
         if wrong or (left == right == "text" and not isinstance(node.left, Field)):
             place = next((side for side, type_ in sides if isinstance(side, Text)), node.left)
             self.found.add("T011", place.span, "a text is compared only with a field that is text")
+        elif left == right == "text" and isinstance(node, Compare) and not isinstance(node.right, Text):
+            self.found.add(
+                "T011", node.right.span, "two fields are compared", "a field is compared with a text in quotes"
+            )
         elif left == right == "text" and isinstance(node, Compare) and node.op not in ("==", "!="):
             self.found.add("T011", node.span, f"texts are not compared with `{node.op}`", "use ==, != or in")
         elif isinstance(node, OneOf):
@@ -241,8 +246,10 @@ class _Checker:
     def label(self, field: Expr, value: str, span: Span) -> None:
         """A category has only its declared values."""
         column = self.facts.get(f"{field.space}.{field.name}") if isinstance(field, Field) else None
-        if column is None or column.form != "text" or column.space == "ctx" or value in column.labels:
+        if column is None or column.form != "text" or value in column.labels:
             return
+        if column.space == "ctx" and not column.labels:
+            return  # any text
         if column.labels:
             message, hint = f"{column.key} has no value `{value}` in this deployment", suggest(value, column.labels)
         else:
@@ -252,10 +259,13 @@ class _Checker:
     # ---- operators -------------------------------------------------------------------------------------------------
 
     def operation(self, phase: str, call: Operation, where: str) -> None:
-        operator = OPERATORS.get(call.op)
-        if operator is None:
-            here = [one.name for one in OPERATORS.values() if one.phase == phase]
-            hint = suggest(call.op, OPERATORS) or f"operators of `{phase}`: {', '.join(here)}"
+        operator = self.operators.get(call.op)
+        if operator is None and call.op in self.operators.broken:
+            why = f"`{call.op}` cannot be used: {self.operators.broken[call.op]}"
+            self.found.add("P004", call.name_span, why, "mend or update that package, or take the operator out")
+        elif operator is None:
+            here = [one.name for one in self.operators if one.phase == phase]
+            hint = suggest(call.op, self.operators.known) or f"operators of `{phase}`: {', '.join(here)}"
             self.found.add("P001", call.name_span, f"unknown operator `{call.op}`", hint)
         elif operator.phase != phase:
             hint = f"`{call.op}` belongs under `{operator.phase}:`"
@@ -277,7 +287,7 @@ class _Checker:
     def argument(self, operator: Operator, arg: Arg, given: Argument, where: str) -> None:
         node, name = given.value, f"`{arg.name}` of `{operator.name}`"
         if arg.form == "field":
-            self.found.add("P003", given.span, f"`{arg.name}` is not available in this version")
+            self.item_number(node, name)
         elif arg.form == "word":
             if not (isinstance(node, Name) and node.name == arg.default):
                 self.found.add("T013", node.span, f"{name} is `{arg.default}`")
@@ -287,6 +297,12 @@ class _Checker:
             self.param_argument(node, arg, name)
         else:
             self.number_argument(node, arg, name)
+
+    def item_number(self, node: Expr, name: str) -> None:
+        """A number of the items, whatever orders by it."""
+        form = self.declared(node) if isinstance(node, Field) and node.space == "item" and node.name != "id" else "text"
+        if form not in ("number", None):
+            self.found.add("T013", node.span, f"{name} is a number of the items", "such as `item.quality`")
 
     def number_argument(self, node: Expr, arg: Arg, name: str) -> None:
         value = constant(node)
@@ -309,16 +325,16 @@ class _Checker:
     def group(self, node: Expr, where: str) -> None:
         """`parent`, `token[i]`, `prefix[i]`, a field, or a field compared with one of its values."""
         final = where.startswith("final.")
-        space = "item" if final else "attr"
+        spaces = ("item",) if final else ("attr", "boosted")
         match node:
             case Name(name="parent") if not final:
                 return
             case Index(base="token" | "prefix") if not final:
                 return
-            case Field(space=found) if found == space:
+            case Field(space=found) if found in spaces:
                 if self.declared(node) == "number":
                     self.found.add("T013", node.span, "a group needs a flag or a category, not a number")
-            case Compare(op="==", left=Field(space=found) as field, right=Text(value=value) as text) if found == space:
+            case Compare(op="==", left=Field(space=found) as field, right=Text(value=value) as text) if found in spaces:
                 if self.declared(field) not in ("text", None):
                     self.found.add("T011", text.span, "a text is compared only with a field that is text")
                 self.label(field, value, text.span)

@@ -1,5 +1,5 @@
-"""Operators on requests: prune, quota, and the ways to select. Each turns ranks into ranks: what is not selected gets
--inf, and the best K of what is left, in T0, are the survivors.
+"""Operators on requests: prune, quota, and the ways to select. Prune says who stays; the others turn ranks into ranks:
+what is not selected gets -inf, and the best K of what is left, in T0, are the survivors.
 
 Candidates of all requests of a structure are handled at once, laid flat in T0 order. Where every group is a union of
 rows, rows are cut to their best K first (precut theorem, policy-language 2.3); otherwise nothing is cut.
@@ -7,7 +7,7 @@ rows, rows are cut to their best K first (precut theorem, policy-language 2.3); 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,34 +117,27 @@ def only(rank: Tensor, at: Tensor) -> Tensor:
 
 def within(rank: Tensor, field: Field, delta: Tensor) -> Tensor:
     """V04 (1702.01806): at most delta behind the request's best."""
-    best = _request_best(rank, field)[field.request][:, None]
-    return torch.where(rank >= torch.sub(best, delta), rank, -INF)
+    best = request_best(rank, field)[field.request][:, None]
+    return rank >= torch.sub(best, delta)
 
 
 def above(rank: Tensor, field: Field, floor: Tensor) -> Tensor:
     """V05: at least this rank; the request's best always stays."""
-    best = _request_best(rank, field)[field.request][:, None]
-    return torch.where((rank >= floor) | (rank == best), rank, -INF)
+    best = request_best(rank, field)[field.request][:, None]
+    return (rank >= floor) | (rank == best)
 
 
 def within_parent(rank: Tensor, field: Field, delta: Tensor) -> Tensor:
     """V06: at most delta behind the row's best."""
     del field
     best = rank.amax(dim=1, keepdim=True)
-    return torch.where(rank >= torch.sub(best, delta), rank, -INF)
+    return rank >= torch.sub(best, delta)
 
 
-def _request_best(rank: Tensor, field: Field) -> Tensor:
+def request_best(rank: Tensor, field: Field) -> Tensor:
+    """[R] float32: the best rank of each request; -inf where nobody is left."""
     rows = rank.amax(dim=1)
     return torch.full((len(field.widths),), -INF, device=rank.device).scatter_reduce_(0, field.request, rows, "amax")
-
-
-PRUNE: dict[str, Callable[[Tensor, Field, Tensor], Tensor]] = {
-    "within": within,
-    "above": above,
-    "within_parent": within_parent,
-}
-"""Lowering of `prune` operators: (rank, field, argument [n, 1]) -> rank."""
 
 
 # ---- quota ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from app.policies.expr import Field, Operation, number_text, walk
 from app.policies.names import FINAL_PHASES, STEP_PHASES
-from app.policies.operators import OPERATORS
 from app.policies.read import Content
 from app.policies.resolve import Policy, Resolved, content_text
 from app.policies.values import LANGUAGE
@@ -28,16 +27,22 @@ def resolved_data(policy: Policy) -> dict[str, object]:
     used = sorted({one.op for settings in (*policy.steps, policy.final) for one in _operations(settings)})
     return {
         "widebeam": LANGUAGE,
-        "operators": {name: OPERATORS[name].version for name in used},
+        "operators": {name: policy.operators[name].tag for name in used},
         "params": {
             name: {"value": number_text(one.value), "range": [number_text(one.low), number_text(one.high)]}
             for name, one in sorted(policy.params.items())
         },
         "widths": [one.value for one in policy.widths.value] if policy.widths else None,
+        **({"load": _load(policy)} if policy.load else {}),
         "underfill": policy.underfill,
         "steps": [{word: content_text(step[word].value) for word in STEP_PHASES} for step in policy.steps],
         "final": {word: content_text(policy.final[word].value) for word in FINAL_PHASES},
     }
+
+
+def _load(policy: Policy) -> dict[str, object]:
+    """Only there where a policy has levels: the others keep the ids that they had before there were any."""
+    return {level: [one.value for one in given.value] for level, given in sorted(policy.load.items())}
 
 
 def policy_id(resolved: Json) -> str:

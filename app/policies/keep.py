@@ -6,7 +6,6 @@ row in descending order in double precision, so that every device cuts at the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -70,6 +69,20 @@ def eta(logp: Tensor, valid: Tensor, p: Tensor) -> Tensor:
     return at_least(logp, valid, torch.minimum(log_p, 0.5 * log_p - entropy).float())
 
 
+def typical(logp: Tensor, valid: Tensor, mass: Tensor) -> Tensor:
+    """V12 (2202.00666): candidates whose information is nearest to the row's entropy, over its valid ones, until their
+    mass is reached, and all that are as near as the last of them."""
+    weights = torch.where(valid, logp, -INF).double()
+    level = weights - torch.logsumexp(weights, dim=1, keepdim=True)
+    share = torch.where(valid & (level > -INF), torch.exp(level), 0.0)
+    entropy = -torch.where(share > 0, share * level, 0.0).sum(dim=1, keepdim=True)
+    far = torch.where(share > 0, torch.abs(-level - entropy), INF).float()
+    near, column = torch.sort(far, dim=1, stable=True)
+    sums = torch.cumsum(share.gather(1, column), dim=1)
+    last = (sums < mass.double()).sum(dim=1, keepdim=True).clamp(max=far.shape[1] - 1)
+    return valid & (far <= near.gather(1, last))
+
+
 def at_least(values: Tensor, valid: Tensor, floor: Tensor) -> Tensor:
     """Candidates that reach a floor, and the best of each row (the first of equals)."""
     best = torch.where(valid, values, -INF).argmax(dim=1, keepdim=True)  # the first of equal ones
@@ -83,13 +96,3 @@ def _best(values: Tensor, valid: Tensor) -> Tensor:
 
 def _log(p: Tensor) -> Tensor:
     return torch.log(p.double()).float()
-
-
-KEEP: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "top_k": top_k,
-    "top_p": top_p,
-    "min_p": min_p,
-    "epsilon": epsilon,
-    "eta": eta,
-}
-"""Lowering of `keep` operators: (logp, valid, argument [n, 1]) -> valid."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from app.core import StepShape
 from app.errors import Fault
+from app.policies.builtin import BUILT_IN
 from app.policies.check_contract import conjuncts
 from app.policies.check_types import bind, bounds, constant, dependence
 from app.policies.expr import Argument, Binary, Expr, Field, Name, OneOf, Operation, show, walk
@@ -12,9 +15,9 @@ from app.policies.facts import Facts
 from app.policies.groups import group_of, keys_of
 from app.policies.lower import Scope, lower_condition, lower_number
 from app.policies.names import Dependence
-from app.policies.operators import OPERATORS
+from app.policies.operators import Operator, Operators
 from app.policies.plan import Normalize, StepProgram
-from app.policies.program import Limit, Parts, Select, Value, program
+from app.policies.program import Applied, Limit, Parts, Select, program
 from app.policies.resolve import Policy, Resolved
 
 _NORMALIZE: dict[str, Normalize] = {"full": "full", "step": "step", "valid": "valid", "none": "none"}
@@ -46,10 +49,10 @@ def lower_step(
         logits=None if show(logits) == "logit" else lower_number(logits, scope),
         normalize=_NORMALIZE[str(phases["normalize"].value)],
         mask=True if mask is None else lower_condition(mask, scope),
-        keep=_with_argument(operations(phases["keep"]), scope),
+        keep=_applied(phases["keep"], policy.operators, scope),
         score=lower_number(score, scope),
         rank=None if show(rank) == "score" else lower_number(rank, scope),
-        prune=_with_argument(operations(phases["prune"]), scope),
+        prune=_applied(phases["prune"], policy.operators, scope),
         caps=_limits(quota, "cap", shape.t, sizes, facts),
         floors=_limits(quota, "floor", shape.t, sizes, facts),
         select=select,
@@ -61,10 +64,17 @@ def lower_step(
         children=children,
         uses=_uses(parts, groups) - ({"trie"} if children else set()),
         normalize=parts.normalize,
-        precut="M" if precut in ("R", "L") and (parts.keep or parts.prune) else precut,
+        precut=_with_cuts(precut, (*parts.keep, *parts.prune)),
         run=program(parts),
         carries=select.carries,
     )
+
+
+def _with_cuts(rank: str, cuts: tuple[Applied, ...]) -> str:
+    """The class of a step: that of its rank, or of the operators that cut."""
+    if rank == "E" or any(one.operator.precut == "E" for one in cuts):
+        return "E"
+    return "M" if cuts else rank
 
 
 def _uses(parts: Parts, groups: list[Expr]) -> frozenset[str]:
@@ -105,25 +115,34 @@ def operations(resolved: Resolved) -> tuple[Operation, ...]:
 
 
 def argument(operation: Operation, name: str) -> float:
-    """A constant argument, or its default."""
+    """A constant argument of a built-in operator, or its default."""
     given = _bound(operation).get(name)
     if given is not None:
         return constant(given.value) or 0.0
-    default = next(arg.default for arg in OPERATORS[operation.op].args if arg.name == name)
+    default = next(arg.default for arg in BUILT_IN[operation.op].args if arg.name == name)
     return float(default or 0)
 
 
 def _bound(operation: Operation) -> dict[str, Argument]:
-    return bind(OPERATORS[operation.op], operation)[0]
+    return bind(BUILT_IN[operation.op], operation)[0]
 
 
 def _given(operation: Operation, name: str) -> Expr:
     return _bound(operation)[name].value
 
 
-def _with_argument(given: tuple[Operation, ...], scope: Scope) -> tuple[tuple[str, Value], ...]:
-    """Operators of one argument, a number or a parameter."""
-    return tuple((one.op, lower_number(_given(one, OPERATORS[one.op].args[0].name), scope)) for one in given)
+def _applied(resolved: Resolved, operators: Operators, scope: Scope) -> tuple[Applied, ...]:
+    """The operators of an open phase with their arguments, in the order of their declarations."""
+    return tuple(_one(operators[call.op], call, scope) for call in operations(resolved))
+
+
+def _one(operator: Operator, call: Operation, scope: Scope) -> Applied:
+    given = bind(operator, call)[0]
+    values = (
+        lower_number(given[arg.name].value, scope) if arg.name in given else np.float32(arg.default or 0)
+        for arg in operator.args
+    )
+    return Applied(operator, tuple(values))
 
 
 def _limits(

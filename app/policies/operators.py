@@ -1,14 +1,18 @@
-"""The operators of the language: one table.
+"""How an operator of the language is declared, built in or from another package, and the registry of those in force.
 
 An operator's `version` is part of the id of every policy that uses it: a change of its meaning changes those ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 ArgForm = Literal["int", "number", "group", "field", "word"]
+Precut = Literal["M", "M*", "E"]
+OPEN = ("keep", "prune")
+"""Phases whose operators are functions of a table, which other packages may add to."""
 
 
 class Arg(NamedTuple):
@@ -21,66 +25,71 @@ class Arg(NamedTuple):
     default: float | str | None = None
     param: bool = False
 
+    @property
+    def text(self) -> str:
+        """As a policy writes it, with its default where it has one."""
+        shown = f"{self.default:g}" if isinstance(self.default, int | float) else self.default
+        return self.name if shown is None else f"{self.name}={shown}"
 
-class Operator(NamedTuple):
-    """An operator: the phase where it stands and what it takes. available = compiled in this version."""
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator: the phase where it stands, what it takes, what it means and how it is computed.
+
+    torch      of a phase in `OPEN`: who stays, [n, F] bool, on the device of its tensors, without a loop over rows.
+               Each argument comes as [n, 1] or [1, 1] float32, in the order of `args`.
+               keep: `(logp [n, F] float32, valid [n, F] bool, *args)`, for rows whose codes ascend; what is not valid
+               has an arbitrary logp. prune: `(rank [n, F] float32, field, *args)`, -inf = out already, for the rows of
+               several requests, which `field` (policies/choose.py) tells apart.
+               Who was out stays out whatever is returned; of who was in, at least one must stay
+    reference  the definition in NumPy, for one row or one request, with arguments as floats; loops are welcome.
+               keep: `(logp [m] float32, *args) -> [m] bool`, the valid candidates of a row, best first, ties by code.
+               prune: `(rank [W, F] float32, *args) -> [W, F] bool`, -inf = out
+    precut     what cutting each row to its best K does to it (policy-language 2.3). M: nothing, who stays is a head of
+               the order and the best K know it. M*: who stays is a head of the order, and the whole row is needed to
+               know it. E: anything else
+    available  compiled in this version; source: the distribution that it is from, "" = Widebeam
+    """
 
     name: str
     phase: str
     args: tuple[Arg, ...]
     about: str
     version: int = 1
+    torch: Callable[..., Any] | None = None
+    reference: Callable[..., Any] | None = None
+    precut: Precut = "E"
     available: bool = True
+    source: str = ""
+
+    @property
+    def tag(self) -> int | str:
+        """What stands for it in the id of a policy: its version, with whose it is."""
+        return f"{self.source}/{self.version}" if self.source else self.version
+
+    @property
+    def signature(self) -> str:
+        """As a policy writes it: `gap(drop)`, `sid(max_items=1)`."""
+        return f"{self.name}({', '.join(one.text for one in self.args if one.default != '')})"
 
 
-def _by_name(*operators: Operator) -> Mapping[str, Operator]:
-    return {operator.name: operator for operator in operators}
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """The operators in force. broken: names that a package offers and that cannot be used, and why."""
 
+    known: Mapping[str, Operator]
+    broken: Mapping[str, str] = field(default_factory=dict)
 
-P = Arg("p", "number", 0, 1, param=True)
-DELTA = Arg("delta", "number", 0, 100, param=True)
-GROUP = Arg("group", "group")
+    def __getitem__(self, name: str) -> Operator:
+        return self.known[name]
 
-OPERATORS = _by_name(
-    Operator("top_k", "keep", (Arg("n", "int", 1, 2**24),), "the n best codes of each row"),
-    Operator("top_p", "keep", (P,), "codes while the mass of better ones is below p"),
-    Operator("min_p", "keep", (P,), "codes with at least p times the best one's probability"),
-    Operator("epsilon", "keep", (P,), "codes with probability p or more"),
-    Operator("eta", "keep", (P,), "epsilon with a threshold that follows the row's entropy"),
-    Operator("typical", "keep", (P,), "codes of typical information", available=False),
-    Operator("within", "prune", (DELTA,), "candidates at most delta behind the request's best"),
-    Operator("above", "prune", (Arg("score", "number", -1e4, 0, param=True),), "candidates with at least this rank"),
-    Operator("within_parent", "prune", (DELTA,), "candidates at most delta behind their row's best"),
-    Operator("cap", "quota", (GROUP, Arg("max", "int", 1, 2**20)), "at most max of each group"),
-    Operator("floor", "quota", (GROUP, Arg("min", "int", 0, 2**20)), "at least min of each group, where there are"),
-    Operator("top", "select", (), "the best by rank"),
-    Operator(
-        "diverse",
-        "select",
-        (
-            Arg("groups", "int", 2, 64),
-            Arg("penalty", "number", 0, 100, param=True),
-            Arg("history", "number", 0, 0, 0.0),
-        ),
-        "groups one after the other; a code costs penalty for each time that an earlier group took it",
-    ),
-    Operator("stochastic", "select", (), "a sample without replacement (Gumbel top-k)"),
-    Operator("explore", "select", (Arg("share", "number", 0, 0.5, 0.05),), "a share of the places drawn from the rest"),
-    Operator(
-        "dpp",
-        "select",
-        (Arg("pool", "int", 2, 8), Arg("strength", "number", 0, 10)),
-        "determinantal selection",
-        available=False,
-    ),
-    Operator(
-        "sid", "expand", (Arg("max_items", "int", 1, 1000, 1.0), Arg("by", "field", default="")), "items of each SID"
-    ),
-    Operator(
-        "mmr",
-        "rerank",
-        (Arg("weight", "number", 0, 1, 0.7), Arg("pool", "int", 1, 2000, 200.0), Arg("by", "word", default="prefix")),
-        "maximal marginal relevance: each next item trades its score against its likeness to those before",
-    ),
-)
-"""Operators by name."""
+    def __iter__(self) -> Iterator[Operator]:
+        return iter(self.known.values())
+
+    def get(self, name: str) -> Operator | None:
+        """An operator by name."""
+        return self.known.get(name)
+
+    def of(self, phase: str) -> tuple[Operator, ...]:
+        """The operators of a phase that are compiled."""
+        return tuple(one for one in self if one.phase == phase and one.available)

@@ -7,12 +7,14 @@ share a structure share one selection launch a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+
+from app.policies.operators import Operators
 
 Normalize = Literal["full", "step", "valid", "none"]
 
@@ -118,7 +120,7 @@ class Structure:
 
 
 class FinalInputs(NamedTuple):
-    """The items of one request after `expand`, in search order (T0 of the last step, then preference inside an SID).
+    """The items of one request after `expand`, in search order (T0 of the last step, then the order of `expand`).
 
     score   [M] float32   the search's score of the item's SID
     item    [M] int64     item numbers of the pinned vocab
@@ -156,6 +158,32 @@ class FinalProgram:
     run: Callable[[FinalInputs, Mapping[str, float]], FinalList]
 
 
+class Condition(NamedTuple):
+    """A condition on a text of a request: whether `ctx.field` is one of the values, or none of them.
+
+    An absent text equals nothing, so it is none of them.
+    """
+
+    field: str
+    values: frozenset[str]
+    different: bool
+
+    def holds(self, ctx: Mapping[str, str]) -> bool:
+        """Its truth for a request's texts."""
+        return (ctx.get(self.field) in self.values) != self.different
+
+
+class Asks(NamedTuple):
+    """What a plan reads of a request's own fields. user: names of numbers · ctx: conditions by their text, as
+    `StepInputs.extra` and `FinalInputs.extra` name them."""
+
+    user: tuple[str, ...] = ()
+    ctx: Mapping[str, Condition] = {}
+
+
+NOTHING = Asks()
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A policy ready to serve.
@@ -166,7 +194,12 @@ class Plan:
     params             values in the structure's order
     limit              longest list that `final` lets through
     per_sid            items that one SID may give
+    by                 the item number, `item.x`, by which those are the largest; "" = the first in the vocab's order
     resolved           the resolved policy as canonical JSON data, for `explain` and the status
+    asks               what it reads of a request's own fields
+    levels             the plan at each load level that has widths of its own: the same structure, parameters and ids;
+                       widths, limit and the list's program are the level's
+    operators          the registry that it was compiled with, for whoever holds it against the oracle
     """
 
     policy: str
@@ -178,8 +211,16 @@ class Plan:
     limit: int
     per_sid: int
     resolved: Mapping[str, object]
+    operators: Operators
     underfill: Literal["allow", "error"] = "allow"
     final: FinalProgram | None = None
+    by: str = ""
+    asks: Asks = NOTHING
+    levels: Mapping[str, Plan] = field(default_factory=dict)
+
+    def at(self, level: str) -> Plan:
+        """The plan at a load level: this one where the policy says nothing of it."""
+        return self.levels.get(level, self)
 
     @property
     def trie(self) -> bool:

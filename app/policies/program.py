@@ -13,6 +13,7 @@ from app.errors import Fault
 from app.policies import choose, keep, noise
 from app.policies.groups import Group
 from app.policies.lower import INF, Frame, Lowered, tensor_of
+from app.policies.operators import Operator
 from app.policies.plan import Normalize, Scored, StepInputs
 
 Value = Lowered | np.float32
@@ -24,6 +25,23 @@ class Limit:
 
     group: Group
     limit: int
+
+
+@dataclass(frozen=True)
+class Applied:
+    """An operator of an open phase, with its arguments."""
+
+    operator: Operator
+    args: tuple[Value, ...]
+
+    def stays(self, frame: Frame, shape: torch.Size, *given: Tensor | choose.Field) -> Tensor:
+        """Who stays, [n, F] bool. Raises Fault for an operator that answers in another form."""
+        if self.operator.torch is None:
+            raise Fault(f"operator `{self.operator.name}` passed the checks and cannot be computed")
+        out = self.operator.torch(*given, *(tensor_of(one, frame).reshape(-1, 1) for one in self.args))
+        if not isinstance(out, Tensor) or out.shape != shape or out.dtype != torch.bool:
+            raise Fault(f"operator `{self.operator.name}` gives no tensor of {tuple(shape)} truth values")
+        return out
 
 
 @dataclass(frozen=True)
@@ -58,10 +76,10 @@ class Parts:
     logits: Value | None
     normalize: Normalize
     mask: Lowered | bool
-    keep: tuple[tuple[str, Value], ...]
+    keep: tuple[Applied, ...]
     score: Value
     rank: Value | None
-    prune: tuple[tuple[str, Value], ...]
+    prune: tuple[Applied, ...]
     caps: tuple[Limit, ...]
     floors: tuple[Limit, ...]
     select: Select
@@ -81,8 +99,8 @@ def program(parts: Parts) -> Callable[[StepInputs], Scored]:
         norm = _norm(parts.normalize, inputs, logits, logit, valid, changed=parts.logits is not None)
         logp = logit if norm is None else torch.sub(logit, norm)
         frame.known["logp"] = logp
-        for name, argument in parts.keep:
-            valid = keep.KEEP[name](logp, valid, tensor_of(argument, frame).reshape(-1, 1))
+        for one in parts.keep:
+            valid = valid & one.stays(frame, valid.shape, logp, valid)
             _tell(inputs, "keep", valid)
         frame.known["parent"] = inputs.parent[:, None]
         score = tensor_of(parts.score, frame).expand(logit.shape)
@@ -201,8 +219,8 @@ def _choose(parts: Parts, inputs: StepInputs, frame: Frame, scored: Scored) -> S
         drawn = _drawn(parts, inputs, noise.gumbel, noise.GUMBEL)
         parent = torch.zeros_like(inputs.parent) if inputs.carry is None else inputs.carry
         rank = carry = choose.stochastic(scored.score, drawn, parent[:, None])
-    for name, argument in parts.prune:
-        rank = choose.PRUNE[name](rank, field, tensor_of(argument, frame).reshape(-1, 1))
+    for one in parts.prune:
+        rank = torch.where(one.stays(frame, rank.shape, rank, field), rank, -INF)
         _tell(inputs, "prune", rank)
     if parts.caps or parts.floors:
         rank = _quota(parts, inputs, frame, rank, field)

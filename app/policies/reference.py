@@ -10,13 +10,14 @@ welcome, speed is not. `tests` hold every other path against it.
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from app.policies.operators import Operator, Operators
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -81,9 +82,9 @@ def sanitise(logits: Floats) -> tuple[Floats, Ints]:
     return np.where(wrong, -INF, logits).astype(np.float32), wrong.sum(axis=1)
 
 
-def score_step(phases: Mapping[str, object], grid: Grid) -> Ranks:
+def score_step(phases: Mapping[str, object], grid: Grid, operators: Operators) -> Ranks:
     """Score and rank of every candidate under one step of a resolved policy (`Plan.resolved["steps"][t - 1]`): all
-    phases up to `rank`."""
+    phases up to `rank`. operators: whose declarations give the reference of each."""
     names = _names(grid)
     raw, _ = sanitise(grid.logits)
     logits, broken = _changed(str(phases["logits"]), raw, names)
@@ -95,7 +96,7 @@ def score_step(phases: Mapping[str, object], grid: Grid) -> Ranks:
     log_norm = grid.log_norm if phases["logits"] == "logit" else None
     names["logp"] = logp = normalise(str(phases["normalize"]), logits, logit, valid, log_norm)
     for text in _lines(phases["keep"]):
-        valid = keep(text, logp, valid, names)
+        valid = keep(text, logp, valid, names, operators)
     with np.errstate(all="ignore"):
         names["prob"] = np.exp(logp)
     names["parent"] = np.broadcast_to(grid.parent[:, None], logit.shape)
@@ -154,40 +155,35 @@ def siblings(score: Floats, valid: Bools) -> Floats:
     return out
 
 
-def keep(text: str, logp: Floats, valid: Bools, names: Mapping[str, Value]) -> Bools:
-    """V08-V11, one line of `keep`, row by row; the best candidate of a row always stays."""
-    call = ast.parse(text, mode="eval").body
-    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
-    given = [*call.args, *(one.value for one in call.keywords)]
-    argument = float(np.float32(np.asarray(_value(given[0], names)).reshape(-1)[0]))
+def keep(text: str, logp: Floats, valid: Bools, names: Mapping[str, Value], operators: Operators) -> Bools:
+    """V08-V11 and those of other packages: one line of `keep`, row by row."""
+    operator, arguments = called(text, names, operators)
     out = np.zeros_like(valid)
     for r in range(len(valid)):
         order = best_first(logp[r], valid[r])
         if order:
-            out[r, order[: _kept(call.func.id, argument, [float(logp[r, at]) for at in order])]] = True
+            out[r, order] = stays(operator, (len(order),), logp[r, order], *arguments)
     return out
 
 
-def _kept(name: str, argument: float, logp: list[float]) -> int:
-    """How many of a row's candidates stay, best first."""
-    if name == "top_k":
-        return int(argument)
-    if name == "top_p":
-        mass, kept = 0.0, 0
-        for one in logp:
-            if kept and mass >= argument:
-                break
-            mass, kept = mass + math.exp(one), kept + 1
-        return kept
-    log_p = math.log(argument) if argument > 0 else -math.inf
-    floor = np.float32(log_p)
-    if name == "min_p":
-        floor = np.float32(np.float32(logp[0]) + floor)
-    if name == "eta":
-        shares = np.exp(np.array(logp) - _log_sum_exp(np.array(logp)))
-        entropy = -sum(float(share) * math.log(share) for share in shares if share > 0)
-        floor = np.float32(min(log_p, 0.5 * log_p - entropy))
-    return max(1, sum(bool(np.float32(one) >= floor) for one in logp))
+def called(text: str, names: Mapping[str, Value], operators: Operators) -> tuple[Operator, list[float]]:
+    """A line such as `top_p(0.9)`: the operator, and its arguments in the order of the declaration."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    operator = operators[call.func.id]
+    given = dict(zip([one.name for one in operator.args], call.args, strict=False))
+    given |= {str(one.arg): one.value for one in call.keywords}
+    values = [_value(given[one.name], names) if one.name in given else one.default for one in operator.args]
+    return operator, [float(np.float32(np.asarray(one).reshape(-1)[0])) for one in values]
+
+
+def stays(operator: Operator, shape: tuple[int, ...], *given: Any) -> Bools:
+    """What the operator's reference says; a reference that answers in another form is a fault of its package."""
+    assert operator.reference is not None
+    out = operator.reference(*given)
+    if not isinstance(out, np.ndarray) or out.shape != shape or out.dtype != np.bool_:
+        raise TypeError(f"the reference of `{operator.name}` gives no array of {shape} truth values")
+    return out
 
 
 def normalise(over: str, logits: Floats, logit: Floats, valid: Bools, log_norm: Floats | None) -> Floats:

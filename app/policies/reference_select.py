@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.policies.reference import INF, Floats, Grid, Ranks, Value, evaluate, score_step
+from app.policies.operators import Operators
+from app.policies.reference import INF, Floats, Grid, Ranks, Value, called, evaluate, score_step, stays
 
 Place = tuple[int, int]
 
@@ -32,9 +33,9 @@ class _Line:
     args: list[ast.expr]
 
 
-def select_step(phases: Mapping[str, object], grid: Grid, ranks: Ranks | None = None) -> Chosen:
+def select_step(phases: Mapping[str, object], grid: Grid, operators: Operators, ranks: Ranks | None = None) -> Chosen:
     """The survivors of one request at one step, under a step of a resolved policy. ranks: where known already."""
-    ranks = score_step(phases, grid) if ranks is None else ranks
+    ranks = score_step(phases, grid, operators) if ranks is None else ranks
     names: dict[str, Value] = {f"param.{name}": np.float32(value) for name, value in grid.params.items()}
     names["width"] = np.float32(grid.width)
     select = _line(str(phases["select"]))
@@ -42,7 +43,9 @@ def select_step(phases: Mapping[str, object], grid: Grid, ranks: Ranks | None = 
     if select.op == "stochastic":
         rank = conditioned(ranks.score, grid)
     for text in _texts(phases["prune"]):
-        rank = prune(_line(text), rank, names)
+        operator, arguments = called(text, names, operators)
+        left = stays(operator, rank.shape, rank, *arguments)
+        rank = np.where(left, rank, -INF).astype(np.float32)
     if _texts(phases["quota"]):
         places = quota([_line(text) for text in _texts(phases["quota"])], rank, grid)
         return Chosen(places, [0.0] * len(places))
@@ -65,27 +68,6 @@ def number(at: Place, grid: Grid) -> int:
     """order * C + code."""
     order = grid.order if grid.order is not None else np.arange(len(grid.parent))
     return int(order[at[0]]) * int(grid.logits.shape[1]) + int(grid.code[at])
-
-
-def prune(line: _Line, rank: Floats, names: Mapping[str, Value]) -> Floats:
-    """V04-V06."""
-    argument = np.float32(np.asarray(evaluate(ast.unparse(line.args[0]), names)))
-    out = rank.copy()
-    best = rank.max(initial=-INF)
-    for r in range(len(rank)):
-        row = rank[r].max(initial=-INF)
-        for c in range(rank.shape[1]):
-            value = rank[r, c]
-            if value == -INF:
-                continue
-            stays = {
-                "within": value >= np.float32(best - argument),
-                "above": value >= argument or value == best,
-                "within_parent": value >= np.float32(row - argument),
-            }[line.op]
-            if not stays:
-                out[r, c] = -INF
-    return out
 
 
 def quota(lines: list[_Line], rank: Floats, grid: Grid) -> list[Place]:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
+from app.policies.builtin import BUILT_IN
 from app.policies.diagnostics import Diagnostic, Findings, Span, suggest
 from app.policies.expr import Operation, parse_expression, parse_operation, show, show_operation
-from app.policies.names import FINAL_PHASES, STEP_PHASES, Phase
-from app.policies.read import Content, Document, ParamDraft, Setting, read
+from app.policies.names import FINAL_PHASES, OWN_LEVELS, STEP_PHASES, Level, Phase
+from app.policies.operators import Operators
+from app.policies.read import Content, Document, ParamDraft, Setting, Widths, read
 from app.policies.source import Scalar, Sources
-from app.policies.values import Given
 
 MAX_CHAIN = 8
 
@@ -40,17 +41,21 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A resolved policy. steps[t - 1] and final hold every phase; widths None = the contract's."""
+    """A resolved policy. steps[t - 1] and final hold every phase; widths None = the contract's; load: other widths
+    by load level; operators: those that
+    it may use."""
 
     name: str
     file: str
     abstract: bool
     chain: tuple[str, ...]
     params: Mapping[str, Param]
-    widths: Given[tuple[Given[int], ...]] | None
+    widths: Widths | None
+    load: Mapping[Level, Widths]
     underfill: str
     steps: tuple[Mapping[str, Resolved], ...]
     final: Mapping[str, Resolved]
+    operators: Operators
 
 
 ReadFile = tuple[Document, tuple[Diagnostic, ...]]
@@ -59,9 +64,10 @@ ReadFile = tuple[Document, tuple[Diagnostic, ...]]
 
 @dataclass(slots=True)
 class Library:
-    """The files of a folder, each read at most once, however many policies extend it."""
+    """The files of a folder, each read at most once, however many policies extend it, and what they may use."""
 
     sources: Sources
+    operators: Operators = BUILT_IN
     _lines: dict[str, list[str]] = field(default_factory=dict)
     _read: dict[str, ReadFile] = field(default_factory=dict)
 
@@ -111,6 +117,7 @@ def resolve(name: str, library: Library, steps: int, found: Findings) -> Policy:
     merged = _merge(list(reversed(chain)), found)
     _step_keys(chain, steps, found)
     widths = next((one.widths for one in chain if one.widths), None)
+    given = {level: next((one.load[level] for one in chain if level in one.load), None) for level in OWN_LEVELS}
     underfill = next((one.underfill.value for one in chain if one.underfill), "allow")
     return Policy(
         name=name,
@@ -119,9 +126,11 @@ def resolve(name: str, library: Library, steps: int, found: Findings) -> Policy:
         chain=tuple(one.name for one in chain),
         params=_params(chain, found),
         widths=widths,
+        load={level: one.value for level, one in given.items() if one is not None and one.value is not None},
         underfill=underfill,
         steps=tuple(_step(t, steps, merged) for t in range(1, steps + 1)),
         final={word: _phase(phase, [("final", merged["final"])]) for word, phase in FINAL_PHASES.items()},
+        operators=library.operators,
     )
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from app.policies.builtin import BUILT_IN
 from app.policies.names import FINAL_PHASES, NORMALIZE, STEP_PHASES, Phase
-from app.policies.operators import OPERATORS
+from app.policies.operators import Operators
 from app.policies.read import MAX_LINES, MAX_PARAMS
 from app.policies.values import LANGUAGE
 
 Schema = dict[str, object]
 
 
-def schema() -> Schema:
+def schema(operators: Operators = BUILT_IN) -> Schema:
     """Keys, forms and ranges; expressions are strings to it."""
     text: Schema = {"type": "string"}
-    step = {"type": "object", "additionalProperties": False, "properties": _phases(STEP_PHASES)}
+    step = {"type": "object", "additionalProperties": False, "properties": _phases(STEP_PHASES, operators)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Widebeam selection policy",
@@ -54,20 +55,18 @@ def schema() -> Schema:
                 "patternProperties": {"^(all|first|last|[1-9][0-9]?)$": step},
                 "description": "phases by step; a number wins over first and last, these over all",
             },
-            "final": {"type": "object", "additionalProperties": False, "properties": _phases(FINAL_PHASES)},
+            "final": {"type": "object", "additionalProperties": False, "properties": _phases(FINAL_PHASES, operators)},
         },
     }
 
 
-def _phases(phases: Mapping[str, Phase]) -> Schema:
-    return {phase.name: _phase(phase) for phase in phases.values() if phase.available}
+def _phases(phases: Mapping[str, Phase], operators: Operators) -> Schema:
+    return {phase.name: _phase(phase, operators) for phase in phases.values() if phase.available}
 
 
-def _phase(phase: Phase) -> Schema:
+def _phase(phase: Phase, known: Operators) -> Schema:
     about = phase.about + (f" (default: {phase.default})" if phase.default else "")
-    operators = "; ".join(
-        f"{one.name}: {one.about}" for one in OPERATORS.values() if one.phase == phase.name and one.available
-    )
+    operators = "; ".join(f"{one.signature}: {one.about}" for one in known.of(phase.name))
     description = f"{about}. {operators}" if operators else about
     if phase.form == "choice":
         return {"enum": list(NORMALIZE), "description": description}

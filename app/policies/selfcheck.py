@@ -51,7 +51,7 @@ def _compare(plan: Plan, program: StepProgram, phases: Mapping[str, object], pro
     """All probes as the requests of one batch."""
     start = [0, *np.cumsum([len(one.parent) for one in probes]).tolist()]
     grid = _join(probes)
-    scored, want = program.run(_inputs(plan, program, grid, probes)), score_step(phases, grid)
+    scored, want = program.run(_inputs(plan, program, grid, probes)), score_step(phases, grid, plan.operators)
     if not _near(scored.score.numpy(), want.score):
         return "scores differ"
     if scored.bad.tolist() != want.bad.tolist():
@@ -62,7 +62,7 @@ def _compare(plan: Plan, program: StepProgram, phases: Mapping[str, object], pro
         own = slice(start[at], start[at + 1])
         ranks = Ranks(want.score[own], want.rank[own], want.bad[own])
         rank = conditioned(ranks.score, probe) if str(phases["select"]) == "stochastic()" else ranks.rank
-        if not _same(_survivors(scored.rank[own], probe), select_step(phases, probe, ranks), rank):
+        if not _same(_survivors(scored.rank[own], probe), select_step(phases, probe, plan.operators, ranks), rank):
             return f"survivors of probe `{kind}` differ"
     return None
 

@@ -268,10 +268,10 @@ def differs(plan: Plan, grid: Grid, scored: Scored, got: Sequence[Pair]) -> str 
     steps = plan.resolved["steps"]
     assert isinstance(steps, list)
     phases = steps[grid.step - 1]
-    ranks = score_step(phases, grid)
+    ranks = score_step(phases, grid, plan.operators)
     if not near(scored.score.numpy(), ranks.score):
         return "scores"
-    want = select_step(phases, grid, ranks).survivors
+    want = select_step(phases, grid, plan.operators, ranks).survivors
     if list(got) == want:
         return None
     close = len(got) == len(want) and near(*(np.array([ranks.rank[at] for at in one]) for one in (got, want)))

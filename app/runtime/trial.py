@@ -56,7 +56,8 @@ class Trial:
         choice = self._admission.choose(request, self._snapshot)
         own = self._admission.admit(request, choice, self._snapshot)
         job = Job(
-            request, Present(), self._snapshot, choice.plan, own.inputs, choice.planned, own.excluded, own.seen, 0.0
+            request, Present(), self._snapshot, choice.plan, own.inputs, choice.planned, own.excluded, own.seen, 0.0,
+            own.fields,
         )  # fmt: skip
         steps, state = watch(job, self._lane)
         [ranked] = rank_items([job], state, self._snapshot.vocab, len(steps))
@@ -146,7 +147,7 @@ def _differs(plan: Plan, step: Watched, seed: int) -> str | None:
     live = (step.inputs.parent > -torch.inf).cpu().numpy()
     grid = _grid(plan, step, seed, live)
     score, rank, kept = (one.cpu().numpy()[live] for one in (scored.score, scored.rank, step.kept))
-    ranks = score_step(phases, grid)
+    ranks = score_step(phases, grid, plan.operators)
     if not near(score, ranks.score):
         return "scores"
     assert grid.order is not None
@@ -157,7 +158,7 @@ def _differs(plan: Plan, step: Watched, seed: int) -> str | None:
         return None if set(best.tolist()) == set(np.flatnonzero(kept.ravel()).tolist()) else "survivors"
     if kept.size > SMALL:
         return ""
-    want = set(select_step(phases, grid, ranks).survivors[: step.planned])
+    want = set(select_step(phases, grid, plan.operators, ranks).survivors[: step.planned])
     got = set(zip(*(at.tolist() for at in np.nonzero(kept)), strict=True))
     if got == want:
         return None

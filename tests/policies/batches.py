@@ -171,4 +171,4 @@ def expected(plan: Plan, t: int, cases: Sequence[Case]) -> list[Chosen]:
     """The oracle's survivors."""
     steps = plan.resolved["steps"]
     assert isinstance(steps, list)
-    return [select_step(steps[t - 1], one.grid) for one in cases]
+    return [select_step(steps[t - 1], one.grid, plan.operators) for one in cases]

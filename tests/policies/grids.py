@@ -72,7 +72,7 @@ def reference(plan: Plan, grid: Grid, t: int = 1) -> Ranks:
     """The oracle on the same grid, from the resolved policy's text alone."""
     steps = plan.resolved["steps"]
     assert isinstance(steps, list)
-    return score_step(steps[t - 1], grid)
+    return score_step(steps[t - 1], grid, plan.operators)
 
 
 def largest_term(grid: Grid) -> np.ndarray:

@@ -142,7 +142,6 @@ def test_an_abstract_policy_gives_no_plan_and_no_fault():
 
 def test_what_is_not_compiled_is_refused_and_never_ignored():
     for text in (
-        "steps: {all: {keep: [typical(0.9)]}}",
         "steps: {all: {select: 'dpp(pool=4, strength=0.6)'}}",
         "steps: {all: {select: 'diverse(groups=4, penalty=0.4, history=0.5)'}}",
         "load: {busy: {widths: [1, 2, 3]}}",

@@ -44,7 +44,7 @@ FIRST_VERSION = {
     9,
     10,
     11,
-    *range(13, 21),
+    *range(12, 21),
     *range(22, 26),
     27,
     *range(29, 34),

@@ -8,11 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.policies.keep import KEEP, ordered
+from app.policies.builtin import BUILT_IN
+from app.policies.keep import ordered
+
+TAILS = {one.name for one in BUILT_IN.of("keep") if one.precut != "E"}
+KEEP = {one.name: one.torch for one in BUILT_IN.of("keep")}
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(sorted(KEEP)), st.integers(0, 2**31), st.floats(0.001, 1))
+@given(st.sampled_from(sorted(TAILS)), st.integers(0, 2**31), st.floats(0.001, 1))
 def test_the_best_of_a_row_stays_masked_ones_never_come_back_and_cuts_are_tails(name, seed, argument):
     rng = np.random.default_rng(seed)
     logp = torch.from_numpy(rng.choice(np.array([-0.1, -1, -1, -2, -9], np.float32), (5, 8)))
@@ -26,7 +30,8 @@ def test_the_best_of_a_row_stays_masked_ones_never_come_back_and_cuts_are_tails(
 
 
 @pytest.mark.parametrize(
-    ("name", "argument"), [("top_k", 8), ("top_p", 1.0), ("min_p", 0.0), ("epsilon", 0.0), ("eta", 0.0)]
+    ("name", "argument"),
+    [("top_k", 8), ("top_p", 1.0), ("min_p", 0.0), ("epsilon", 0.0), ("eta", 0.0), ("typical", 1.0)],
 )
 def test_the_argument_without_effect_keeps_everything(name, argument):
     logp = torch.log_softmax(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), dim=1)

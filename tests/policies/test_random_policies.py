@@ -47,7 +47,9 @@ GROUPS = st.sampled_from(
 LIMITS = st.tuples(st.sampled_from(["cap", "floor"]), GROUPS, st.integers(1, 4)).map(
     lambda p: f"{p[0]}({p[1]}, {p[2]})"
 )
-KEEPS = st.sampled_from(["top_k(3)", "top_p(0.9)", "top_p(param.p)", "min_p(0.2)", "epsilon(0.05)", "eta(param.p)"])
+KEEPS = st.sampled_from(
+    ["top_k(3)", "top_p(0.9)", "top_p(param.p)", "min_p(0.2)", "epsilon(0.05)", "eta(param.p)", "typical(param.p)"]
+)
 PRUNES = st.sampled_from(["within(param.d)", "within(2)", "above(-4)", "within_parent(1.5)"])
 SELECTS = st.sampled_from(
     ["top()", "top()", "explore(share=0.4)", "diverse(groups=2, penalty=param.g)", "stochastic()"]

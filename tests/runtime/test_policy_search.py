@@ -92,8 +92,8 @@ class Oracle:
         prefixes, parent, carry = np.zeros((1, 0), np.int64), np.zeros(1, np.float32), None
         for t, phases in enumerate(self.job.plan.resolved["steps"], 1):
             grid = self.grid(t, prefixes, parent, carry)
-            score = score_step(phases, grid).score
-            chosen = select_step(phases, grid)
+            score = score_step(phases, grid, self.job.plan.operators).score
+            chosen = select_step(phases, grid, self.job.plan.operators)
             prefixes = np.array([[*prefixes[r], c] for r, c in chosen.survivors], np.int64).reshape(-1, t)
             parent = np.array([score[at] for at in chosen.survivors], np.float32)
             carry = np.array(chosen.carry, np.float32) if phases["select"] != "top()" else None
