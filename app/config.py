@@ -44,11 +44,17 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     queue: Positive = 1024
     rollback: Natural = 1
 
+    @property
+    def widest(self) -> int:
+        """Rows that a request has at any step, at most."""
+        return max(self.widths, default=self.rows)
+
 
 class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The process: sockets, admin, state. Times in seconds, sizes in bytes.
 
     watch  "polling" = do not ask the operating system for events; every change is still found within seconds
+    model_name     what clients of TensorFlow Serving's and the Open Inference Protocol's routes call the model
     explain_per_s  answers that may be explained in a second: each costs one request's engine time; 0 = none
     """
 
@@ -68,6 +74,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
     threads: Natural = 0
     explain_per_s: Annotated[float, Meta(ge=0, le=1000)] = 2.0
+    model_name: Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] = "widebeam"
 
 
 class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

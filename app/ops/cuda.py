@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-LEAST_CAPABILITY = (8, 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -53,11 +51,14 @@ class _Stream:
 
 def unfit(device: torch.device) -> str | None:
     """Why no kernel of ours runs on a device; None where they do."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return f"{device} is no NVIDIA GPU"
-    if _capability(device.index or 0) < LEAST_CAPABILITY:
-        return "compute capability 8.0 is needed"
+    if not nvidia(device):
+        return f"{device} is no NVIDIA GPU of compute capability 8.0"
     return None if _has_cupy() else "CuPy is not installed"
+
+
+def nvidia(device: torch.device) -> bool:
+    """Whether a device is an NVIDIA GPU of compute capability 8.0 or above: ours, and torch's own 16-bit kernels."""
+    return device.type == "cuda" and torch.version.cuda is not None and _capability(device.index or 0) >= (8, 0)
 
 
 def load(source: Path, name: str, device: torch.device, *, memory: int = 0, arch: str = "", **define: int) -> Kernel:

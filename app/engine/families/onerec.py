@@ -155,7 +155,7 @@ class ContextBlock(nn.Module):
         k[layout.request, layout.slot] = part.heads(part.k, normed)
         v[layout.request, layout.slot] = part.heads(part.v, normed)
         q = part.heads(part.q, normed)
-        seen, _ = context_attention(q, k, v, layout.length, layout.start, scale=self.scale)
+        seen, _ = context_attention(q, k, v, layout.length, layout.start, widest=positions, scale=self.scale)
         x = x + part.out(seen)
         out: Tensor = x + self.ffn(self.ffn_norm(x))
         return out
@@ -223,11 +223,13 @@ class Processor(nn.Module):
 
 
 class Cross(NamedTuple):
-    """One context K/V set of requests 0..R-1: key, value [R, positions, G, D]; length [R] int32."""
+    """One context K/V set of requests 0..R-1: key, value [R, positions, G, D]; length [R] int32. widest: rows that ask
+    for a request, at most."""
 
     key: Tensor
     value: Tensor
     length: Tensor
+    widest: int
 
 
 class Slots(NamedTuple):
@@ -253,14 +255,16 @@ class Block(nn.Module):
     def forward(self, x: Tensor, t: int, rows: Rows, cross: Cross, slots: Slots) -> Tensor:
         """x [N, d_model] of step t -> the same; writes slots (t, 0..N-1) where the state has any for step t."""
         q = self.cross.heads(self.cross.q, self.cross_norm(x))
-        seen, _ = context_attention(q, cross.key, cross.value, cross.length, rows.row_start, scale=self.scale)
+        seen, _ = context_attention(
+            q, cross.key, cross.value, cross.length, rows.row_start, widest=cross.widest, scale=self.scale
+        )
         x = x + self.cross.out(seen)
         normed, own = self.self_norm(x), self.self
         q, k, v = (own.heads(projection, normed) for projection in (own.q, own.k, own.v))
         if t <= slots.key.shape[0]:
             slots.key[t - 1, : x.shape[0]] = k
             slots.value[t - 1, : x.shape[0]] = v
-        seen, _ = prefix_attention(q, k, v, *slots, ancestry=rows.ancestry, scale=self.scale, compact=rows.compact)
+        seen = prefix_attention(q, k, v, *slots, ancestry=rows.ancestry, scale=self.scale, compact=rows.compact)
         x = x + own.out(seen)
         out: Tensor = x + self.ffn(self.ffn_norm(x))
         return out
@@ -274,7 +278,7 @@ class OneRec(Family):
 
     def __init__(self, config: OneRecConfig, limits: Limits) -> None:
         super().__init__()
-        self.config, self.steps = config, config.steps
+        self.config, self.limits, self.steps = config, limits, config.steps
         self.scale = config.head_dim**-0.5
         self.positions = min(config.positions, limits.context)
         self.inputs = OneRecInputs.of(config, limits)
@@ -334,12 +338,12 @@ class OneRec(Family):
     def step(self, t: int, rows: Rows, arena: Arena) -> StepOutput:
         """See `Family.step`."""
         requests = rows.row_start.shape[0] - 1
-        length = arena["cross_length"][:requests]
+        length, widest = arena["cross_length"][:requests], self.limits.widest
         x = self.bos.expand(rows.codes.shape[0], -1) if t == 1 else self.codes[t - 2](rows.codes)
         for index, block in enumerate(self.blocks):
             group = self.config.kv_set(index)
             key = arena[f"cross_k.{group}"][:requests]
             value = arena[f"cross_v.{group}"][:requests] if self.config.kv_split == 2 else key
             slots = Slots(arena[f"k.{index}"], arena[f"v.{index}"])
-            x = block(x, t, rows, Cross(key, value, length), slots)
+            x = block(x, t, rows, Cross(key, value, length, widest), slots)
         return StepOutput(self.heads[t - 1](self.norms[t - 1](x)), None, {})

@@ -114,11 +114,13 @@ class Qwen(TokenModel):
             keys.flatten(0, 1).index_copy_(0, place, k)
             values.flatten(0, 1).index_copy_(0, place, v)
             if i < len(self.blocks) - 1:
-                attended = causal_attention(q, k, v, start, self.scale)
+                attended = causal_attention(q, k, v, start, longest=self.positions, scale=self.scale)
             else:
                 last, each = start[1:] - 1, torch.arange(count + 1, device=start.device)
                 x, q = x[last], q[last]
-                attended, _ = context_attention(q, keys[:count], values[:count], length, each, scale=self.scale)
+                attended, _ = context_attention(
+                    q, keys[:count], values[:count], length, each, widest=1, scale=self.scale
+                )
             x = self._after(block, x, attended)
         return self.output(1, layers.rms_norm(x, self.norm, self.config.eps), full=True)
 
@@ -132,7 +134,9 @@ class Qwen(TokenModel):
             q, k, v = self._qkv(block, x, angles)
             keys, values = arena[f"prompt_k.{i}"][:count], arena[f"prompt_v.{i}"][:count]
             slots_k, slots_v = arena[f"k.{i}"], arena[f"v.{i}"]
-            shared = context_attention(q, keys, values, length, rows.row_start, scale=self.scale)
+            shared = context_attention(
+                q, keys, values, length, rows.row_start, widest=self.limits.widest, scale=self.scale
+            )
             attended = extend_attention(
                 shared, q, k, v, slots_k, slots_v,
                 ancestry=rows.ancestry, scale=self.scale, first=1, compact=rows.compact,

@@ -113,7 +113,7 @@ class Qwen35(TokenModel):
     def step(self, t: int, rows: Rows, arena: Arena) -> StepOutput:
         """See `Family.step`; t >= 2. The token of step t - 1 stands at position length + t - 2."""
         length = arena["prompt_length"][: rows.row_start.numel() - 1]
-        step = Step(t, t == self.steps, rows, length, self.angles[length[rows.request] + (t - 2)])
+        step = Step(t, t == self.steps, rows, length, self.angles[length[rows.request] + (t - 2)], self.limits.widest)
         x = self.embedded(t, rows.codes)
         for i, block in enumerate(self._blocks()):
             x = block.step(x, step, self._state(arena, i))

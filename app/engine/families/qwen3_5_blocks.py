@@ -50,7 +50,7 @@ class Prompts(NamedTuple):
 class Step(NamedTuple):
     """The rows of step t as every block needs them: slots (t, n) are written unless `final`.
 
-    length  [R] of the prompts; angles [N, 2, rotary]
+    length  [R] of the prompts; angles [N, 2, rotary]; widest: rows of a request, at most
     """
 
     t: int
@@ -58,6 +58,7 @@ class Step(NamedTuple):
     rows: Rows
     length: Tensor
     angles: Tensor
+    widest: int
 
 
 def centred_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -216,11 +217,13 @@ class FullBlock(Block):
         state["prompt_k"].flatten(0, 1).index_copy_(0, prompts.place, k)
         state["prompt_v"].flatten(0, 1).index_copy_(0, prompts.place, v)
         if not last:
-            return self._after(x, self._mixed(causal_attention(q, k, v, prompts.start, scale), gate))
+            longest = state["prompt_k"].shape[1]
+            attended = causal_attention(q, k, v, prompts.start, longest=longest, scale=scale)
+            return self._after(x, self._mixed(attended, gate))
         x, q, gate = (part[prompts.last] for part in (x, q, gate))
         keys, values = state["prompt_k"][:count], state["prompt_v"][:count]
         each = torch.arange(count + 1, device=x.device)
-        attended, _ = context_attention(q, keys, values, prompts.start.diff(), each, scale=scale)
+        attended, _ = context_attention(q, keys, values, prompts.start.diff(), each, widest=1, scale=scale)
         return self._after(x, self._mixed(attended, gate))
 
     def step(self, x: Tensor, step: Step, state: State) -> Tensor:
@@ -228,7 +231,7 @@ class FullBlock(Block):
         rows, n, count, scale = step.rows, x.shape[0], step.length.shape[0], self._scale
         q, k, v, gate = self._projected(x, step.angles)
         keys, values = state["prompt_k"][:count], state["prompt_v"][:count]
-        shared = context_attention(q, keys, values, step.length, rows.row_start, scale=scale)
+        shared = context_attention(q, keys, values, step.length, rows.row_start, widest=step.widest, scale=scale)
         attended = extend_attention(
             shared, q, k, v, state["k"], state["v"],
             ancestry=rows.ancestry, scale=scale, first=1, compact=rows.compact,

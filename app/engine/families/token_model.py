@@ -44,8 +44,8 @@ class TokenModel(Family):
         trunk: str = "model",
     ) -> None:
         super().__init__()
-        self.tokens, self.context, self.dtype, self.trunk = tokens, limits.context, dtype, trunk
-        self.steps = len(tokens)
+        self.tokens, self.limits, self.dtype, self.trunk = tokens, limits, dtype, trunk
+        self.context, self.steps = limits.context, len(tokens)
         self.prefix = np.array(prefix, dtype=np.int32)
         self.positions = limits.context + len(prefix)
         self.unwritten = tuple(bool((ids < 0).any()) for ids in tokens)

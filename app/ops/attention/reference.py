@@ -18,24 +18,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from app.ops.graph import as_node
-
 SCORES = 1 << 21
 """Elements of a score matrix that the plain path holds at a time: 8 MiB in float32."""
 
 
-def _context_shapes(
-    q: Tensor, k: Tensor, v: Tensor, length: Tensor, row_start: Tensor, scale: float, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    del k, length, row_start, scale, bias
-    n, h, _ = q.shape
-    return q.new_empty(n, h, v.shape[3]), q.new_empty(n, h, dtype=torch.float32)
-
-
-@as_node(
-    "(Tensor q, Tensor k, Tensor v, Tensor length, Tensor row_start, float scale, Tensor? bias) -> (Tensor, Tensor)",
-    _context_shapes,
-)
 def context_attention(
     q: Tensor, k: Tensor, v: Tensor, length: Tensor, row_start: Tensor, *, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -77,12 +63,6 @@ def context_attention(
     return parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
 
 
-def _causal_shapes(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float) -> Tensor:
-    del k, start, scale
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-
-
-@as_node("(Tensor q, Tensor k, Tensor v, Tensor start, float scale) -> Tensor", _causal_shapes)
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float) -> Tensor:
     """Causal self-attention of ragged sequences that lie end to end (a prompt; no state is read).
 

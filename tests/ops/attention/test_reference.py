@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.ops.attention import (
+from app.ops.attention import reference
+from app.ops.attention.reference import (
     causal_attention,
     context_attention,
     extend_attention,
     merge,
     prefix_attention,
-    reference,
 )
 
 SCALE = 0.3

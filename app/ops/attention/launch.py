@@ -1,0 +1,101 @@
+"""`kernel.cu` on torch's current stream: what it takes, and its launch. Needs CuPy and an NVIDIA GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.ops import cuda
+
+POSITIONS = 8
+"""Positions of a row, its own with them, that the kernel takes at most."""
+_SOURCE = Path(__file__).with_name("kernel.cu")
+_THREADS = 128
+
+
+def unfit(q: Tensor, v: Tensor, positions: int) -> str | None:
+    """Why the kernel cannot take these rows and so many positions (the own one with them); None where it can."""
+    reason = cuda.unfit(q.device)
+    if reason is not None:
+        return reason
+    if q.dtype not in {torch.bfloat16, torch.float16}:
+        return f"q: {q.dtype}; bfloat16 and float16 are served"
+    if q.shape[2] % 8 or not 0 < q.shape[2] <= 256 or v.shape[2] != q.shape[2]:
+        return f"q: head dim {q.shape[2]}, v: {v.shape[2]}; equal multiples of 8 up to 256 are served"
+    return f"ancestry: {positions} positions; at most {POSITIONS}" if positions > POSITIONS else None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    ancestry: Tensor,
+    *,
+    scale: float,
+    first: int,
+    compact: bool,
+    bias: Tensor | None = None,
+    shared: tuple[Tensor, Tensor] | None = None,
+    lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`reference.prefix_attention`, and with `shared` `reference.extend_attention`, in one launch.
+
+    Operands as there, q, k, v and slots in one 16-bit dtype; rows of q, k, v may lie apart (views of one product).
+    Returns out [N, H, D], and the log-sum-exp [N, H] (stored head by head) where `lse` asks for it. Without ancestors,
+    `shared` and `lse` only v is read. Raises ValueError for what `unfit` names and for slots that are not contiguous.
+    """
+    (n, h, d), hkv = q.shape, k.shape[1]
+    positions = ancestry.shape[1] - first + 1
+    reason = unfit(q, v, positions)
+    if reason is None and (k_slots.stride() != v_slots.stride() or not k_slots[:, :1].is_contiguous()):
+        reason = "slots: must be contiguous"
+    if reason is None and not q.dtype == k.dtype == v.dtype == k_slots.dtype == v_slots.dtype:
+        reason = "k, v and slots: must have the dtype of q"
+    if reason is not None:
+        raise ValueError(reason)
+    out = torch.empty((n, h, d), dtype=q.dtype, device=q.device)
+    sums = torch.empty((h, n), dtype=torch.float32, device=q.device) if lse else None
+    if not n:
+        return out, None if sums is None else sums.t()
+    q, k, v, tree = _rows(q), _rows(k), _rows(v), ancestry.to(torch.int32)
+    added = None if bias is None else bias.to(torch.float32).contiguous()
+    context, context_lse = (None, None) if shared is None else (_whole(shared[0]), shared[1])
+    name = f"{'compact' if compact and positions > 1 else 'slots'}_{positions}"
+    kernel = cuda.load(_SOURCE, name, q.device, D=d, BF16=int(q.dtype == torch.bfloat16))
+    kernel.launch(
+        -(-n * h * _lanes(d) // _THREADS), _THREADS,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), k_slots.data_ptr(), v_slots.data_ptr(), tree.data_ptr(),
+        _pointer(added), _pointer(context), _pointer(context_lse), out.data_ptr(), _pointer(sums),
+        q.stride(0), k.stride(0), v.stride(0), k_slots.stride(0), k_slots.stride(1), *tree.stride(),
+        *((0, 0) if context_lse is None else context_lse.stride()),
+        n, h, h // hkv, k_slots.shape[1], first, np.float32(scale),
+    )  # fmt: skip
+    return out, None if sums is None else sums.t()
+
+
+def _lanes(d: int) -> int:
+    """Lanes of a (row, head), 16 bytes each: a power of two."""
+    return 1 << (d // 8 - 1).bit_length()
+
+
+def _pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [N, H, D] itself where every row is whole and 16-byte aligned, else a copy of it."""
+    whole = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
+    return (
+        x
+        if whole and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+        else x.clone(memory_format=torch.contiguous_format)
+    )
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
