@@ -1,9 +1,10 @@
-"""The oracle of `final`: mask, score, dedupe, quota, rerank and limit over a plain list of items."""
+"""The oracle of `final`: expand, mask, score, dedupe, quota, rerank and limit over a plain list of items."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,21 @@ class Listed:
     extra: Mapping[str, npt.NDArray[np.generic]] = field(default_factory=dict)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     params: Mapping[str, float] = field(default_factory=dict)
+
+
+def expand(
+    sids: Sequence[Sequence[int]], most: int, excluded: Collection[int] = (), by: Mapping[int, float] | None = None
+) -> list[tuple[int, int]]:
+    """(which SID, item) under `sid(max_items=most, by=..)`. sids: the items of each in the catalogue's order of
+    preference; by: the items' numbers, NaN or no entry = none."""
+    out = []
+    for at, items in enumerate(sids):
+        left = [item for item in items if item not in excluded]
+        if by is not None:
+            known = [item for item in left if not math.isnan(by.get(item, math.nan))]
+            left = sorted(known, key=lambda item: -by[item]) + [item for item in left if item not in known]
+        out += [(at, item) for item in left[:most]]
+    return out
 
 
 def final_list(phases: Mapping[str, object], items: Listed, limit: int) -> list[tuple[int, float]]:

@@ -145,7 +145,6 @@ def test_what_is_not_compiled_is_refused_and_never_ignored():
         "steps: {all: {select: 'dpp(pool=4, strength=0.6)'}}",
         "steps: {all: {select: 'diverse(groups=4, penalty=0.4, history=0.5)'}}",
         "load: {busy: {widths: [1, 2, 3]}}",
-        "final: {expand: 'sid(max_items=2, by=item.quality)'}",
     ):
         plan, found = compiled(f"widebeam: 1\n{text}\n")
         assert plan is None, text

@@ -39,7 +39,12 @@ def test_every_code_is_raised_somewhere():
     assert {code for code in re.findall(r'"([STPXKEWC]\d{3})"', source) if code not in RULES} == set()
 
 
-CATALOGUE = Catalogue((10**9,) * 3, (Column("attr", "age", low=0, high=10),))
+COLUMNS = (
+    Column("attr", "age", low=0, high=10),
+    Column("attr", "fresh", low=0, high=1, aggregate="share"),
+    Column("attr", "any_fresh", "condition", aggregate="any"),
+)
+CATALOGUE = Catalogue((10**9,) * 3, COLUMNS)
 WHY = "widebeam-gap 1.0 fails when it is imported: ModuleNotFoundError: No module named 'scipy'"
 OPERATORS = replace(BUILT_IN, broken={"gap": WHY})
 BEFORE = re.compile(r"Before, and running, `policies/(\S+)`:\n\n```yaml\n(.*?)```\n", re.DOTALL)
