@@ -44,6 +44,10 @@ class Embeddings:
     tensors: Mapping[str, npt.NDArray[np.float32]]
 
 
+Level = Literal["quiet", "normal", "busy"]
+"""How busy a server is. A policy's own widths are those of `normal`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One recommendation request as the runtime takes it (the wire form is `api.wire`).
@@ -69,7 +73,7 @@ class Request:
     seed: int | None = None
     arms: Mapping[str, str] = field(default_factory=dict)
     explain: tuple[str, ...] | None = None
-    load: str | None = None
+    load: Level | None = None
 
 
 # ---- what the engine is given and gives ----------------------------------------------------------------------------

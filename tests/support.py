@@ -31,7 +31,7 @@ from app.runtime.metrics import Metrics
 from app.runtime.snapshot import ArtifactRef, DeviceTrie, Snapshot
 from app.runtime.steps import StepLoop
 from app.vocab.artifact import save_vocab
-from app.vocab.items import Strings, Table
+from app.vocab.items import Column, Numbers, Strings, Table, Texts
 from app.vocab.publish import commit, draft
 from app.vocab.vocab import Vocab, arrange, make_vocab
 
@@ -157,7 +157,9 @@ def job_of(snapshot: Snapshot, deployment: Deployment, history: Sequence[str] = 
     admission = Admission(deployment)
     choice = admission.choose(request, snapshot)
     own = admission.admit(request, choice, snapshot)
-    return Job(request, Present(), snapshot, choice.plan, own.inputs, choice.planned, own.excluded, own.seen, 0.0)
+    return Job(
+        request, Present(), snapshot, choice.plan, own.inputs, choice.planned, own.excluded, own.seen, 0.0, own.fields
+    )  # fmt: skip
 
 
 def run_batch(jobs: Sequence[Job], transition: str = "ancestry") -> list[Ranked]:
@@ -211,9 +213,25 @@ def write_weights(
 def write_vocab(
     root: Path, sizes: Sequence[int], items: Sequence[Mapping[str, object]] | None = None, version: str = "v1"
 ) -> None:
-    """A vocab version with its manifest, imported from the plain form."""
+    """A vocab version with its manifest, from lines of the plain form; `attrs` as there."""
     if items is None:
         items = [{"id": f"i{n}", "sid": sid} for n, sid in enumerate(random_sids(sizes, 40).tolist())]
     names = Strings.of([str(item["id"]).encode() for item in items])
-    table = Table(names, np.array([item["sid"] for item in items], np.int32), {})
+    table = Table(names, np.array([item["sid"] for item in items], np.int32), columns_of(items))
     save_vocab(arrange(table, sizes), sizes, root, version, made_by="tests")
+
+
+def columns_of(items: Sequence[Mapping[str, object]]) -> dict[str, Column]:
+    """The attributes of lines of the plain form: an attribute is a number or a text, and may be absent."""
+    names = sorted({name for item in items for name in item.get("attrs", ())})
+    columns: dict[str, Column] = {}
+    for name in names:
+        values = [item.get("attrs", {}).get(name) for item in items]
+        words = sorted({value for value in values if isinstance(value, str)})
+        if words:
+            codes = [-1 if value is None else words.index(value) for value in values]
+            columns[name] = Texts(np.array(codes, np.int32), Strings.of([word.encode() for word in words]))
+        else:
+            numbers = np.array([0 if value is None else value for value in values], np.float32)
+            columns[name] = Numbers(numbers, np.array([value is not None for value in values]))
+    return columns

@@ -220,7 +220,12 @@ def overlay(plan: Plan, params: Mapping[str, float]) -> Plan:
     assert isinstance(table, Mapping)
     changed = {name: {**table[name], "value": number_text(value)} for name, value in params.items()}
     resolved = {**plan.resolved, "params": {**table, **changed}}
-    return replace(plan, params=values, resolved=resolved, policy_id=policy_id(resolved))
+    new_id = policy_id(resolved)
+
+    def changed_(one: Plan) -> Plan:
+        return replace(one, params=values, resolved=resolved, policy_id=new_id)
+
+    return replace(changed_(plan), levels={level: changed_(one) for level, one in plan.levels.items()})
 
 
 class Decision(NamedTuple):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from app.core import Contract
+from app.core import Contract, Level
 from app.policies.check_types import constant
 from app.policies.diagnostics import Findings
 from app.policies.expr import Compare, Expr, Logic, Name, Not
 from app.policies.facts import Catalogue as Catalogue  # noqa: PLC0414  who checks a contract names its catalogue
-from app.policies.read import Content
+from app.policies.read import Content, Widths
 from app.policies.resolve import Policy
 
 KEY_SPACE = 2**32
@@ -16,9 +16,16 @@ KEY_SPACE = 2**32
 
 def check_contract(policy: Policy, contract: Contract, catalogue: Catalogue | None, found: Findings) -> None:
     """K and W findings that need the contract."""
-    _check_widths(policy, contract, found)
+    _check_widths(policy.widths, contract, found)
+    for given in policy.load.values():
+        _check_widths(given, contract, found)
     if not found.errors:
-        _check_fill(policy, contract, catalogue, found)
+        by_level = widths_by_level(policy, contract)
+        for level, widths in by_level.items():
+            own = policy.load.get(level)
+            _check_fill(policy, widths, own or policy.widths, contract, catalogue, found)
+            if own is not None and widths == by_level["normal"]:
+                found.add("W002", own.span, f"load {level} has the widths of the policy itself", "remove it")
     for t, step in enumerate(policy.steps, 1):
         mask = step["mask"]
         if mask.span is not None and not mask.broken and truth_of(mask.value, t) is False:
@@ -32,6 +39,12 @@ def widths_of(policy: Policy, contract: Contract) -> tuple[int, ...]:
     return tuple(one.value for one in policy.widths.value)
 
 
+def widths_by_level(policy: Policy, contract: Contract) -> dict[Level, tuple[int, ...]]:
+    """K_1..K_L at `normal`, and at each load level that has its own."""
+    own = {level: tuple(one.value for one in given.value) for level, given in policy.load.items()}
+    return {"normal": widths_of(policy, contract), **own}
+
+
 def planned(widths: tuple[int, ...], sizes: tuple[int, ...], prefixes: tuple[int | None, ...]) -> tuple[int, ...]:
     """Rows after each step: min(K_t, rows before * C_t, prefixes of that depth where the trie is the mask)."""
     rows, out = 1, []
@@ -41,8 +54,7 @@ def planned(widths: tuple[int, ...], sizes: tuple[int, ...], prefixes: tuple[int
     return tuple(out)
 
 
-def _check_widths(policy: Policy, contract: Contract, found: Findings) -> None:
-    given = policy.widths
+def _check_widths(given: Widths | None, contract: Contract, found: Findings) -> None:
     if given is None:
         return
     if len(given.value) != len(contract.steps):
@@ -56,13 +68,20 @@ def _check_widths(policy: Policy, contract: Contract, found: Findings) -> None:
             found.add("K003", one.span, message, hint)
 
 
-def _check_fill(policy: Policy, contract: Contract, catalogue: Catalogue | None, found: Findings) -> None:
-    """K004 and K013: what a step can hold, and whether its candidates can be numbered."""
-    widths, sizes = widths_of(policy, contract), contract.sizes
+def _check_fill(
+    policy: Policy,
+    widths: tuple[int, ...],
+    given: Widths | None,
+    contract: Contract,
+    catalogue: Catalogue | None,
+    found: Findings,
+) -> None:
+    """K004 and K013: what a step can hold, and whether its candidates can be numbered. given: where they stand."""
+    sizes = contract.sizes
     known = trie_prefixes(policy, catalogue)
     rows = planned(widths, sizes, known)
     for t, (width, held, before, codes) in enumerate(zip(widths, rows, (1, *rows), sizes, strict=False), 1):
-        span = policy.widths.value[t - 1].span if policy.widths else None
+        span = given.value[t - 1].span if given else None
         if before * codes >= KEY_SPACE:
             message = f"step {t} has {before} x {codes} candidates, more than 32 bits can number"
             place = span or next(iter(policy.steps[t - 1].values())).span

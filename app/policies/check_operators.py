@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from app.core import Contract
+from app.core import Contract, Level
 from app.policies.builtin import BUILT_IN
-from app.policies.check_contract import planned, trie_prefixes, widths_of
+from app.policies.check_contract import planned, trie_prefixes, widths_by_level
 from app.policies.check_types import bind, bounds, constant
 from app.policies.diagnostics import Findings, Span
 from app.policies.expr import Binary, Expr, Field, Index, Operation, show, walk
@@ -32,22 +32,30 @@ class _Checker:
     def __init__(self, policy: Policy, contract: Contract, catalogue: Catalogue | None, found: Findings) -> None:
         self.policy, self.contract, self.found = policy, contract, found
         self.facts: Facts = facts_of(contract, catalogue)
-        self.widths = widths_of(policy, contract)
-        self.rows = planned(self.widths, contract.sizes, trie_prefixes(policy, catalogue))
+        self.prefixes = trie_prefixes(policy, catalogue)
+        self.by_level = widths_by_level(policy, contract)
+        self.look_at("normal")
         self.idle: dict[Span, list[bool]] = {}
         self.said: set[tuple[str, Span]] = set()
 
+    def look_at(self, level: Level) -> None:
+        """Check with the widths of a load level from now on. under: how findings name it."""
+        self.widths, self.under = self.by_level[level], "" if level == "normal" else f" under load {level}"
+        self.rows = planned(self.widths, self.contract.sizes, self.prefixes)
+
     def run(self) -> None:
-        for t in range(1, len(self.contract.steps) + 1):
-            if not self.defined(t):
-                continue
-            self.mask(t)
-            self.select(t)
-            self.quota(t)
-            self.normal(t)
-            self.effect(t)
+        for level in self.by_level:
+            self.look_at(level)
+            for t in range(1, len(self.contract.steps) + 1):
+                if not self.defined(t):
+                    continue
+                self.mask(t)
+                self.select(t)
+                self.quota(t)
+                self.normal(t)
+                self.effect(t)
+            self.final()
         self.everywhere()
-        self.final()
         for span, idle in self.idle.items():
             if all(idle):
                 self.add("W002", span, "this has no effect", "remove it, or change its argument")
@@ -107,7 +115,7 @@ class _Checker:
             if width % groups:
                 span = _argument_span(select, "groups")
                 hint = f"use a divisor of {list(self.widths)}"
-                self.add("K005", span, f"{groups} groups do not divide width {width} of step {t}", hint)
+                self.add("K005", span, f"{groups} groups do not divide width {width} of step {t}{self.under}", hint)
         if select.op == "stochastic":
             rank = step["rank"]
             if step["normalize"].value != "valid":
@@ -146,7 +154,8 @@ class _Checker:
         values = rows if group.row else min(group.values or rows, rows) if group.nested else group.values
         target = self.rows[t - 1]
         if values is not None and not alone and most * values < target:
-            message = f"{values} groups of at most {most} hold fewer than the {target} survivors of step {t}"
+            held = f"{values} groups of at most {most} hold fewer than the {target} survivors"
+            message = f"{held} of step {t}{self.under}"
             self.add("K006", _argument_span(one, "max"), message, "a larger cap, or a smaller width")
 
     def floors(self, t: int, groups: list[tuple[Operation, Group]]) -> None:
@@ -164,7 +173,7 @@ class _Checker:
                     message = f"the cap of `{cap.text}` crosses the floors of `{group.text}` at step {t}"
                     self.add("K009", one.name_span, message, "the cap's groups must lie inside the floor's")
         if total > self.widths[t - 1]:
-            message = f"floors of {total} are above the width {self.widths[t - 1]} of step {t}"
+            message = f"floors of {total} are above the width {self.widths[t - 1]} of step {t}{self.under}"
             self.add("K008", floors[-1][0].name_span, message, "")
 
     def normal(self, t: int) -> None:
@@ -260,7 +269,7 @@ class _Checker:
                         message = f"the floor {least} of `{show(_group_node(one))}` is above its cap {top}"
                         self.add("K008", _argument_span(one, "min"), message, "")
         if sum(int(argument(one, "min")) for one in floors) > most:
-            self.add("K008", floors[-1].name_span, f"floors of the list are above its limit {most}", "")
+            self.add("K008", floors[-1].name_span, f"floors of the list are above its limit {most}{self.under}", "")
 
 
 def show_of(resolved: Resolved) -> str:

@@ -44,6 +44,9 @@ from app.policies.names import (
 from app.policies.operators import Arg, Operator, Operators
 from app.policies.resolve import Param, Policy, Resolved
 
+MOST_LISTED = 12
+"""Values that a message names one by one."""
+
 Type = Literal["number", "condition", "text"] | None
 
 
@@ -251,7 +254,9 @@ class _Checker:
         if column.space == "ctx" and not column.labels:
             return  # any text
         if column.labels:
-            message, hint = f"{column.key} has no value `{value}` in this deployment", suggest(value, column.labels)
+            few = f"values: {listing(column.labels)}" if len(column.labels) <= MOST_LISTED else ""
+            message = f"{column.key} has no value `{value}` in this deployment"
+            hint = suggest(value, column.labels) or few
         else:
             message, hint = f"{column.key} has too many values to be compared with one", "it can be a group of `quota`"
         self.found.add("T002", span, message, hint)

@@ -12,7 +12,7 @@ from app.policies.check_operators import check_operators
 from app.policies.check_types import check_types
 from app.policies.diagnostics import Findings, Span, listing
 from app.policies.expr import Operation
-from app.policies.facts import Catalogue, facts_of
+from app.policies.facts import Catalogue, Facts, facts_of
 from app.policies.final import expand_by, lower_final
 from app.policies.identity import params_in, plan_id, policy_id, resolved_data, structure_id
 from app.policies.lower_step import argument, lower_step
@@ -51,7 +51,7 @@ def compile_policy(
 
 def prove(plan: Plan, policy: Policy, contract: Contract, catalogue: Catalogue | None, found: Findings) -> None:
     """C101: a plan that differs from the oracle is refused."""
-    others = _others(plan)
+    others = [f"`{one.name}` of {one.source}" for one in plan.plugins]
     try:
         wrong = self_check(plan, contract.sizes, facts_of(contract, catalogue))
     except Exception as error:  # whatever an operator of another package does
@@ -64,13 +64,6 @@ def prove(plan: Plan, policy: Policy, contract: Contract, catalogue: Catalogue |
             hint = f"try it without {listing(others)}; if it differs still, this is a bug of Widebeam"
         place = Span(policy.file, 1, 1, 2)
         found.add("C101", place, f"the plan differs from the reference: {wrong}", hint)
-
-
-def _others(plan: Plan) -> list[str]:
-    """The operators of other packages that a plan uses, with whose they are."""
-    used = plan.resolved["operators"]
-    assert isinstance(used, dict)
-    return [f"`{name}` of {source}" for name in used if (source := plan.operators[name].source)]
 
 
 def check_policy(

@@ -56,7 +56,8 @@ def _compared(left: Mapping[str, object], right: Mapping[str, object]) -> list[C
 def _parts(plan: Plan) -> dict[str, object]:
     """Every value of a plan by place. A phase of a step has the place `step t phase`."""
     resolved = plan.resolved
-    parts: dict[str, object] = {"widths": list(plan.widths), "underfill": plan.underfill}
+    levels = {f"load {level} widths": list(one.widths) for level, one in plan.levels.items()}
+    parts: dict[str, object] = {"widths": list(plan.widths), **levels, "underfill": plan.underfill}
     for name, one in _table(resolved["params"]).items():
         for key, value in _table(one).items():
             parts[f"param {name} {key}"] = value

@@ -8,6 +8,7 @@ from app.core import Contract
 from app.policies.check_contract import Catalogue, planned, trie_prefixes
 from app.policies.names import FINAL_PHASES, STEP_PHASES, Phase
 from app.policies.plan import Plan
+from app.policies.read import Widths
 from app.policies.resolve import Policy, Resolved, content_text
 
 _PRECUT = {
@@ -20,7 +21,8 @@ _PRECUT = {
 
 def explain(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue | None = None) -> dict[str, object]:
     """The plan as JSON-ready data: ids, widths, parameters, and for each step its shapes and phases with origins."""
-    rows = planned(plan.widths, contract.sizes, trie_prefixes(policy, catalogue))
+    prefixes = trie_prefixes(policy, catalogue)
+    rows = planned(plan.widths, contract.sizes, prefixes)
     steps = []
     for shape, before, after, phases, program in zip(
         contract.steps, (1, *rows), rows, policy.steps, plan.structure.steps, strict=False
@@ -49,12 +51,24 @@ def explain(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue
         "plan_id": plan.plan_id,
         "contract": contract.id,
         "extends": list(policy.chain[1:]),
-        "widths": {"value": list(plan.widths), "from": _place(policy)},
+        "widths": {"value": list(plan.widths), "from": _place(policy.widths)},
+        "load": {
+            level: {
+                "widths": list(one.widths),
+                "planned": list(planned(one.widths, contract.sizes, prefixes)),
+                "limit": one.limit,
+                "from": _place(policy.load[level]),
+            }
+            for level, one in plan.levels.items()
+        },
         "params": {
             one.name: {"value": one.value, "range": [one.low, one.high], "from": f"{one.span.file}:{one.span.line}"}
             for one in policy.params.values()
         },
         "underfill": plan.underfill,
+        "plugins": [
+            {"name": one.name, "from": one.source, "version": one.version, "precut": one.precut} for one in plan.plugins
+        ],
         "steps": steps,
         "final": {
             word: {
@@ -69,16 +83,27 @@ def explain(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue
 
 def explain_text(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue | None = None) -> str:
     """The same for a terminal."""
-    rows = planned(plan.widths, contract.sizes, trie_prefixes(policy, catalogue))
+    prefixes = trie_prefixes(policy, catalogue)
+    rows = planned(plan.widths, contract.sizes, prefixes)
     chain = f" extends {' -> '.join(policy.chain[1:])}" if len(policy.chain) > 1 else ""
     out = [
         f"policy {plan.policy}{chain}",
         f"  id {plan.policy_id}  structure {plan.structure.id}  plan {plan.plan_id}  contract {contract.id}",
-        f"  widths {list(plan.widths)} <- {_place(policy)}",
+        f"  widths {list(plan.widths)} <- {_place(policy.widths)}",
     ]
+    for level, one in plan.levels.items():
+        after_each = list(planned(one.widths, contract.sizes, prefixes))
+        out.append(
+            f"  load {level}: widths {list(one.widths)}, planned {after_each}, limit {one.limit}"
+            f" <- {_place(policy.load[level])}"
+        )
     out += [
         f"  param {one.name} = {one.value:g} in {one.low:g}..{one.high:g} <- {one.span.file}:{one.span.line}"
         for one in policy.params.values()
+    ]
+    out += [
+        f"  operator {one.signature} version {one.version}, precut class {one.precut} <- package {one.source}"
+        for one in plan.plugins
     ]
     for shape, before, after, phases, program in zip(
         contract.steps, (1, *rows), rows, policy.steps, plan.structure.steps, strict=False
@@ -115,5 +140,5 @@ def _origin(resolved: Resolved) -> str:
     return f"{resolved.key} of {resolved.span.file}:{resolved.span.line}"
 
 
-def _place(policy: Policy) -> str:
-    return f"{policy.widths.span.file}:{policy.widths.span.line}" if policy.widths else "contract"
+def _place(widths: Widths | None) -> str:
+    return f"{widths.span.file}:{widths.span.line}" if widths else "contract"

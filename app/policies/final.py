@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from app.errors import Fault
+from app.policies.builtin import BUILT_IN
+from app.policies.check_types import bind
 from app.policies.expr import Compare, Expr, Field, Name, Operation, Text, show, walk
 from app.policies.facts import Facts
 from app.policies.lower import Frame, Lowered, Scope, lower_condition, lower_number, tensor_of
 from app.policies.lower_step import argument, expression, extra_in, operations
 from app.policies.plan import FinalInputs, FinalList, FinalProgram
-from app.policies.resolve import Policy
+from app.policies.resolve import Policy, Resolved
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -71,6 +73,13 @@ def lower_final(policy: Policy, limit: int, facts: Facts) -> FinalProgram | None
         position="position" in names,
     )
     return FinalProgram(uses, lambda inputs, params: _run(parts, inputs, params))
+
+
+def expand_by(expand: Resolved) -> str:
+    """The number, `item.x`, by which `expand` orders the items of an SID, the largest first; "" = the vocab's order."""
+    [operation] = operations(expand)
+    given = bind(BUILT_IN[operation.op], operation)[0].get("by")
+    return show(given.value) if given else ""
 
 
 def _group(operation: Operation) -> Expr:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from app.core import Level
+
 Form = Literal["number", "condition", "operation", "operations", "choice", "field", "count"]
 Dependence = Literal["", "r", "L", "c"]
 
@@ -51,6 +53,10 @@ FINAL_PHASES = _by_name(
 )
 STEP_WORDS = ("all", "first", "last")
 
+LEVELS: tuple[Level, ...] = ("quiet", "normal", "busy")
+OWN_LEVELS: tuple[Level, ...] = ("busy", "quiet")
+"""All, and those that a policy may give widths of their own, under `load`."""
+
 
 class Known(NamedTuple):
     """A name in a phase: a number with its dependence, or a condition."""
@@ -84,8 +90,8 @@ SPACES: Mapping[str, frozenset[str]] = {
     "mask": EVERYWHERE | {"blocked", "boosted", "attr"},
     "score": EVERYWHERE | {"head", "prior", "attr"},
     "rank": EVERYWHERE | {"head", "prior", "attr", "boosted"},
-    "final.mask": EVERYWHERE | {"item"},
-    "final.score": EVERYWHERE | {"item"},
+    "final.mask": EVERYWHERE | {"item", "blocked", "boosted"},
+    "final.score": EVERYWHERE | {"item", "blocked", "boosted"},
 }
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from app.policies.operators import Operators
+from app.core import Level
+from app.policies.operators import Operator, Operators
 
 Normalize = Literal["full", "step", "valid", "none"]
 
@@ -216,11 +217,18 @@ class Plan:
     final: FinalProgram | None = None
     by: str = ""
     asks: Asks = NOTHING
-    levels: Mapping[str, Plan] = field(default_factory=dict)
+    levels: Mapping[Level, Plan] = field(default_factory=dict)
 
-    def at(self, level: str) -> Plan:
+    def at(self, level: Level) -> Plan:
         """The plan at a load level: this one where the policy says nothing of it."""
         return self.levels.get(level, self)
+
+    @property
+    def plugins(self) -> tuple[Operator, ...]:
+        """The operators of other packages that it uses."""
+        used = self.resolved["operators"]
+        assert isinstance(used, dict)
+        return tuple(self.operators[name] for name in used if self.operators[name].source)
 
     @property
     def trie(self) -> bool:

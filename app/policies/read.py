@@ -9,9 +9,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from app.core import Level
 from app.policies.diagnostics import Findings, Span, listing, suggest
 from app.policies.expr import Expr, Field, Operation, parse_expression, parse_operation
-from app.policies.names import FINAL_PHASES, NORMALIZE, STEP_PHASES, STEP_WORDS, Phase
+from app.policies.names import FINAL_PHASES, NORMALIZE, OWN_LEVELS, STEP_PHASES, STEP_WORDS, Phase
 from app.policies.source import Broken, Node, Scalar, Source, Table, compose
 from app.policies.values import NAME, Given, Values
 
@@ -23,6 +24,10 @@ Content = Expr | Operation | tuple[Operation, ...] | str | int | None
 _TOP = (
     "widebeam", "about", "owner", "extends", "abstract", "params", "widths", "load", "underfill", "steps", "final",
 )  # fmt: skip
+
+
+Widths = Given[tuple[Given[int], ...]]
+"""Survivors after each step, each with its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class ParamDraft:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One policy file, read."""
+    """One policy file, read. load: levels with their widths, None = `none`."""
 
     name: str
     file: str
@@ -55,7 +60,8 @@ class Document:
     about: str = ""
     owner: str = ""
     params: Mapping[str, ParamDraft] = field(default_factory=dict)
-    widths: Given[tuple[Given[int], ...]] | None = None
+    widths: Widths | None = None
+    load: Mapping[Level, Given[Widths | None]] = field(default_factory=dict)
     underfill: Given[str] | None = None
     steps: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
     step_keys: Mapping[str, Span] = field(default_factory=dict)
@@ -80,8 +86,6 @@ class _Reader(Values):
     def document(self, name: str, file: str, root: Table) -> Document:
         given = self.fields(root, "the policy", _TOP)
         self.version(given.get("widebeam"), Span(file, 1, 1, 2))
-        if "load" in given:
-            self.found.add("P003", given["load"][0].span, "`load` is not available in this version")
         steps, step_keys = self.steps(given.get("steps"))
         return Document(
             name=name,
@@ -92,6 +96,7 @@ class _Reader(Values):
             owner=self.text(given.get("owner")),
             params=self.params(given.get("params")),
             widths=self.widths(given.get("widths")),
+            load=self.load(given.get("load")),
             underfill=self.choice(given.get("underfill"), ("allow", "error")),
             steps=steps,
             step_keys=step_keys,
@@ -194,7 +199,27 @@ class _Reader(Values):
         good = tuple(one for one in parsed if one is not None)
         return Setting(good, key.span, broken=len(self.found.errors) > before)
 
-    def widths(self, entry: tuple[Scalar, Node] | None) -> Given[tuple[Given[int], ...]] | None:
+    def load(self, entry: tuple[Scalar, Node] | None) -> dict[Level, Given[Widths | None]]:
+        """Widths by load level; `busy: none` takes back what is inherited."""
+        levels: dict[Level, Given[Widths | None]] = {}
+        for word, (key, node) in self.fields(entry[1], "load", ()).items() if entry else ():
+            level = next((one for one in OWN_LEVELS if one == word), None)
+            if level is None:
+                own = "`normal` is the policy's own `widths`" if word == "normal" else ""
+                hint = own or suggest(word, OWN_LEVELS) or f"load levels: {listing(OWN_LEVELS)}"
+                self.found.add("S007", key.span, f"unknown load level `{word}`", hint)
+            elif isinstance(node, Scalar) and node.text == "none" and node.style == "plain":
+                levels[level] = Given(None, key.span)
+            else:
+                given = self.fields(node, f"load {word}", ("widths",))
+                if isinstance(node, Table) and "widths" not in given:
+                    self.found.add("S009", key.span, f"load {word} has no `widths`", "write `{widths: [64, 128, 256]}`")
+                widths = self.widths(given.get("widths"))
+                if widths is not None:
+                    levels[level] = Given(widths, key.span)
+        return levels
+
+    def widths(self, entry: tuple[Scalar, Node] | None) -> Widths | None:
         if entry is None:
             return None
         items = self.items(entry[1], "widths")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.policies.builtin import BUILT_IN
-from app.policies.names import FINAL_PHASES, NORMALIZE, STEP_PHASES, Phase
+from app.policies.names import FINAL_PHASES, NORMALIZE, OWN_LEVELS, STEP_PHASES, Phase
 from app.policies.operators import Operators
 from app.policies.read import MAX_LINES, MAX_PARAMS
 from app.policies.values import LANGUAGE
@@ -17,6 +17,14 @@ def schema(operators: Operators = BUILT_IN) -> Schema:
     """Keys, forms and ranges; expressions are strings to it."""
     text: Schema = {"type": "string"}
     step = {"type": "object", "additionalProperties": False, "properties": _phases(STEP_PHASES, operators)}
+    widths: Schema = {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1}
+    own: Schema = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["widths"],
+        "properties": {"widths": widths},
+    }
+    level: Schema = {"anyOf": [own, {"const": "none"}]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Widebeam selection policy",
@@ -43,10 +51,12 @@ def schema(operators: Operators = BUILT_IN) -> Schema:
                     },
                 },
             },
-            "widths": {
-                "type": "array",
-                "items": {"type": "integer", "minimum": 1},
-                "description": "survivors after each step; the contract's where it is not given",
+            "widths": {**widths, "description": "survivors after each step; the contract's where it is not given"},
+            "load": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": dict.fromkeys(OWN_LEVELS, level),
+                "description": "widths while the server is busy or quiet; `none` takes back what is inherited",
             },
             "underfill": {"enum": ["allow", "error"], "description": "whether a list shorter than asked is an answer"},
             "steps": {

@@ -9,10 +9,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from app.config import Deployment
-from app.core import Context, History, HistoryIds, Inputs, Request
+from app.core import Context, History, HistoryIds, Inputs, Level, Request
 from app.errors import InvalidRequest
 from app.policies.assign import Assignment, Facts, Traffic, assign
 from app.policies.plan import Plan
+from app.runtime.fields import Fields, fields_of
 from app.runtime.job import plan_rows
 from app.runtime.snapshot import DeadNodes, Int64s, Snapshot
 from app.runtime.status import utc_seconds
@@ -22,15 +23,19 @@ ARM_PATH: Final = "header x-widebeam-arm"
 
 
 class Choice(NamedTuple):
-    """What serves a request: its plan, the rows that this plans at each step (`job.plan_rows`), and why."""
+    """What serves a request: its plan, the rows that this plans at each step (`job.plan_rows`), and why.
+
+    load  the level that the plan is of; None where its policy is the same at all levels
+    """
 
     plan: Plan
     planned: tuple[int, ...]
     assignment: Assignment
+    load: Level | None = None
 
 
 class Admitted(NamedTuple):
-    """A request's own data under a snapshot; see `job.Job` for the fields. assignment: see `Choice`."""
+    """A request's own data under a snapshot; see `job.Job` for its members. assignment, load: see `Choice`."""
 
     inputs: Inputs
     excluded: DeadNodes | None
@@ -38,6 +43,8 @@ class Admitted(NamedTuple):
     unknown_history: int
     unknown_exclude: int
     assignment: Assignment
+    fields: Fields
+    load: Level | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +55,9 @@ class Admission:
     wall: Callable[[], float] = utc_seconds
     """Unix seconds: ramps of experiments are moments in time."""
 
-    def choose(self, request: Request, snapshot: Snapshot) -> Choice:
-        """The plan of the request's arms, or of the policy that it names.
+    def choose(self, request: Request, snapshot: Snapshot, level: Level = "normal") -> Choice:
+        """The plan of the request's arms, or of the policy that it names, at a load level: the request's own, where it
+        is one that is asked again.
 
         Raises InvalidRequest for k, for an unknown policy or arm, and for naming one where the deployment does not
         allow it.
@@ -62,7 +70,9 @@ class Admission:
         if plan is None:
             name = request.policy or snapshot.policies.default
             raise InvalidRequest(f"there is no policy `{name}`", path="$.policy")
-        return Choice(plan, plan_rows(plan, snapshot.contract, snapshot.trie.prefixes), assignment)
+        level = request.load or level
+        own, load = plan.at(level), level if plan.levels else None
+        return Choice(own, plan_rows(own, snapshot.contract, snapshot.trie.prefixes), assignment, load)
 
     def _named(self, request: Request, snapshot: Snapshot) -> Assignment:
         """A request that names its policy is in no experiment."""
@@ -94,7 +104,8 @@ class Admission:
 
         Ids that the vocab does not know are skipped and counted. Raises InvalidRequest with the field's path.
         """
-        vocab = snapshot.vocab
+        vocab, plan = snapshot.vocab, choice.plan
+        fields = fields_of(request, plan.policy, plan.asks, snapshot.contract.request)
         excluded_items, unknown_exclude = _known(vocab, request.exclude)
         context: Context
         history_items, unknown_history = np.empty(0, np.int64), 0
@@ -104,7 +115,7 @@ class Admission:
         else:
             context = request.context
         inputs = snapshot.engine.prepare(context)
-        needs_seen = choice.plan.seen
+        needs_seen = plan.seen
         seen_items = np.concatenate((excluded_items, history_items)) if needs_seen else excluded_items[:0]
         return Admitted(
             inputs=inputs,
@@ -113,6 +124,8 @@ class Admission:
             unknown_history=unknown_history,
             unknown_exclude=unknown_exclude,
             assignment=choice.assignment,
+            fields=fields,
+            load=choice.load,
         )
 
 

@@ -49,6 +49,11 @@ class Batcher:
         return len(self._waiting)
 
     @property
+    def backlog(self) -> float:
+        """Full batches that wait, by requests or by rows, whichever is more."""
+        return max(len(self._waiting) / self.limits.batch, self._waiting_rows / self.limits.rows)
+
+    @property
     def running(self) -> int:
         """Requests that the engine thread has."""
         return len(self._running.jobs) if self._running else 0

@@ -10,6 +10,7 @@ import numpy as np
 from app.core import History, HistoryIds, Request
 from app.errors import WidebeamError
 from app.policies.plan import Plan
+from app.runtime.fields import made_up
 from app.runtime.job import Job, plan_rows
 from app.runtime.snapshot import Snapshot
 
@@ -30,10 +31,11 @@ def canary_jobs(snapshot: Snapshot, plan: Plan, *, alone: bool) -> Iterator[tupl
     items = np.arange(min(HISTORY, len(snapshot.vocab)), dtype=np.int64)
     inputs = snapshot.engine.prepare(History(snapshot.vocab.sids(items)))
     planned = plan_rows(plan, snapshot.contract, snapshot.trie.prefixes)
+    fields = made_up(plan.asks, snapshot.contract.request)
     request, limits = Request("canary", HistoryIds(()), k=1), snapshot.contract.limits
 
     def job() -> Job:
-        return Job(request, Present(), snapshot, plan, inputs, planned, None, None, 0.0)
+        return Job(request, Present(), snapshot, plan, inputs, planned, None, None, 0.0, fields)
 
     yield (job(),)
     many = min(limits.batch, limits.rows // job().rows, 4)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from app.core import Ranked
 from app.policies.plan import FinalInputs, FinalProgram
 from app.runtime.columns import item_columns
+from app.runtime.fields import final_fields
 from app.runtime.job import Job
 from app.runtime.state import BatchState
 from app.vocab.vocab import Vocab
@@ -43,25 +44,36 @@ def _one(
     first_leaf: int,
 ) -> Ranked:
     live = np.flatnonzero((node >= 0) & (score > -np.inf))
-    low, high = vocab.leaf_range(node[live] - first_leaf)
-    excluded = job.excluded.items if job.excluded is not None else np.empty(0, np.int64)
-    # enough items of each SID that `per_sid` are left when every excluded one is among them
-    count = np.minimum(high - low, job.plan.per_sid + len(excluded))
-    owner = np.repeat(np.arange(len(live)), count)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
-    items = low[owner] + within
-    if len(excluded):
-        kept = ~np.isin(items, excluded)
-        owner, items = owner[kept], items[kept]
-    if len(owner):
-        starts = np.searchsorted(owner, owner)  # first entry of the same SID
-        kept = np.arange(len(owner)) - starts < job.plan.per_sid
-        owner, items = owner[kept], items[kept]
+    owner, items = expand(job, *vocab.leaf_range(node[live] - first_leaf))
     rows = live[owner]
     if job.plan.final is not None:
         return _finished(job, job.plan.final, items, score[rows], sids[rows], vocab)
     best = np.argsort(-score[rows], kind="stable")[: min(job.request.k, job.plan.limit)]  # ties stay in search order
     return Ranked(items[best], score[rows][best], sids[rows][best].astype(np.int32))
+
+
+def expand(job: Job, low: Int64s, high: Int64s) -> tuple[Int64s, Int64s]:
+    """The items that SIDs give a request: (which of the SIDs [M], item [M]), SID by SID (policy-language V40).
+
+    low, high: the items low[i] : high[i] of SID i. Each gives the first `per_sid` that the request does not exclude, in
+    the order of preference, or by the number `plan.by`: the largest first, ties by preference, those without one last.
+    """
+    plan, vocab = job.plan, job.snapshot.vocab
+    excluded = job.excluded.items if job.excluded is not None else np.empty(0, np.int64)
+    # enough items of each SID that `per_sid` are left when every excluded one is among them
+    count = high - low if plan.by else np.minimum(high - low, plan.per_sid + len(excluded))
+    owner = np.repeat(np.arange(len(low)), count)
+    items = low[owner] + np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    if len(excluded):
+        kept = ~np.isin(items, excluded)
+        owner, items = owner[kept], items[kept]
+    if plan.by and len(items):
+        value = item_columns(vocab, (plan.by,), items, job.snapshot.side)[plan.by].astype(np.float64)
+        best = np.lexsort((items, np.where(np.isnan(value), np.inf, -value), owner))
+        items = items[best]  # owners ascend already
+    starts = np.searchsorted(owner, owner)  # first entry of the same SID
+    kept = np.arange(len(owner)) - starts < plan.per_sid
+    return owner[kept], items[kept]
 
 
 def _finished(
@@ -75,7 +87,8 @@ def _finished(
     """The list of a policy whose `final` does more than expand and cut."""
     seen = job.seen.items if job.seen is not None else np.empty(0, np.int64)
     is_seen = np.isin(items, seen) if "seen" in program.uses else None
-    inputs = FinalInputs(score, items, sids.astype(np.int32), is_seen, item_columns(vocab, program.uses, items))
+    extra = {**item_columns(vocab, program.uses, items, job.snapshot.side), **final_fields(job.fields, program.uses)}
+    inputs = FinalInputs(score, items, sids.astype(np.int32), is_seen, extra)
     listed = program.run(inputs, dict(zip(job.plan.structure.params, job.plan.params, strict=True)))
     best = listed.index[: job.request.k]
     return Ranked(items[best], listed.score[: job.request.k], inputs.sid[best])

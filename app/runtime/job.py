@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from app.core import Contract, Inputs, Ranked, Request
 from app.errors import WidebeamError
 from app.policies.plan import Plan
+from app.runtime.fields import Fields
 from app.runtime.snapshot import DeadNodes, Snapshot
 
 
@@ -26,6 +27,7 @@ class Job:
     planned   rows of its decode batches: planned[t - 1] rows enter step t, planned[L] survive the last one
     excluded  from `exclude`: always applied · seen: `exclude` and history, for policies that say `not seen`
     admitted  monotonic seconds
+    fields    what the plan asks of the request's own fields (`plan.asks`)
     """
 
     request: Request
@@ -37,6 +39,7 @@ class Job:
     excluded: DeadNodes | None
     seen: DeadNodes | None
     admitted: float
+    fields: Fields = field(default_factory=dict)
 
     @property
     def rows(self) -> int:

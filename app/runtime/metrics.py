@@ -7,11 +7,16 @@ answers carry, at most `MAX_POLICIES` of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from app.core import Level
+from app.policies.names import LEVELS
+from app.runtime.load import Reading
 
 SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.35, 0.5, 1, 2, 5, 10)
 LAG: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
@@ -76,6 +81,20 @@ class Metrics:
             "widebeam_batch_rows", "Rows of a batch's widest step", buckets=ROWS, registry=registry
         )
         self.queue_depth = Gauge("widebeam_queue_depth", "Requests waiting for a batch", registry=registry)
+        self.load_level = Gauge(
+            "widebeam_load_level", "1 for the load level that requests are admitted at", ["level"], registry=registry
+        )
+        self.load_backlog = Gauge(
+            "widebeam_load_backlog",
+            "Full batches that wait, as the mean that the load level follows",
+            registry=registry,
+        )
+        self.load_requests_total = Counter(
+            "widebeam_load_requests_total", "Requests of policies with load levels, by the level of their admission",
+            ["level"], registry=registry,
+        )  # fmt: skip
+        for level in LEVELS:
+            self.load_requests_total.labels(level)
         self.in_flight = Gauge("widebeam_in_flight", "Requests in a batch", registry=registry)
         self.bad_scores_total = Counter(
             "widebeam_bad_scores_total", "NaN or +inf in logits and in expressions of policies", ["stage"],
@@ -137,6 +156,12 @@ class Metrics:
         )
         for kind in ("weights", "vocab", "takedowns"):
             self.rejections_total.labels(kind)
+
+    def load(self, read: Callable[[], Reading]) -> None:
+        """Show a load gauge: it is read when somebody asks for the metrics."""
+        self.load_backlog.set_function(lambda: read().mean)
+        for level in LEVELS:
+            self.load_level.labels(level).set_function(partial(_is_at, read, level))
 
     def policies(self, live: Mapping[str, str], stale: Mapping[str, float]) -> None:
         """Replace the series by policy: content ids of those in force, and seconds of those that are stale."""
@@ -202,6 +227,10 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition of all metrics (`CONTENT_TYPE`)."""
         return generate_latest(self.registry)
+
+
+def _is_at(read: Callable[[], Reading], level: Level) -> float:
+    return float(read().level == level)
 
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST

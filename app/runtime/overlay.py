@@ -9,7 +9,7 @@ import msgspec
 from app.config import Deployment, parse
 from app.errors import BadDeployment, Rejected
 
-LIVE: Final = ("limits", "precision")
+LIVE: Final = ("limits", "precision", "request", "attributes", "priors", "lists")
 """Parts of the overlay that make a new contract, which is prepared and cut over to like new weights."""
 
 
@@ -41,7 +41,7 @@ def overlay(text: bytes | None, began: bytes | None, running: Deployment) -> Ove
     except BadDeployment as error:
         return Overlay(running, (), Rejected(error.code, error.message, location=error.path))
     restart = tuple(name for name in _different(new, old) if name.partition(".")[0] not in LIVE)
-    return Overlay(msgspec.structs.replace(running, limits=new.limits, precision=new.precision), restart)
+    return Overlay(msgspec.structs.replace(running, **{name: getattr(new, name) for name in LIVE}), restart)
 
 
 def _parsed(text: bytes | None) -> Deployment:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from app.core import Embeddings, HistoryIds, Request, TokenIds
+from app.core import Embeddings, HistoryIds, Level, Request, TokenIds
 from app.errors import Rejected
 
 
@@ -47,6 +47,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     ctx: dict[str, str] = {}
     user: dict[str, float] = {}
     seed: int | None = None
+    load: Level | None = None
     versions: dict[str, str] = {}
     answer: _Answer | None = None
 
@@ -92,6 +93,7 @@ def recorded(line: bytes, place: str) -> Recorded:
         ctx=one.ctx,
         user=one.user,
         seed=one.seed,
+        load=one.load or "normal",  # not what the server of now is at
     )
     items = None if one.answer is None else tuple(item.id for item in one.answer.items)
     return Recorded(request, place, one.versions, items)

@@ -24,6 +24,7 @@ from app.runtime.cutover import BESIDE_S, Cutover, Cutovers
 from app.runtime.explainer import Explainer
 from app.runtime.exposure import exposures, with_files
 from app.runtime.job import Batch, Job, Served, seed_of
+from app.runtime.load import Gauge
 from app.runtime.loader import Loaded
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
@@ -65,9 +66,8 @@ class Runtime:
         self._thread = EngineThread(self._steps, threads)
         self._explainer = Explainer(self._thread, deployment.server.explain_per_s, clock, metrics, log)
         self._cutovers = Cutovers(clock, self._held)
-        self._batcher = Batcher(
-            self._thread, deployment.limits, clock, self._answer, self._dropped, self._cutovers.formed
-        )
+        self._batcher = Batcher(self._thread, deployment.limits, clock, self._answer, self._dropped, self._formed)
+        self._gauge = Gauge(deployment.load, clock())
         self._open: dict[int, tuple[Job, Admitted]] = {}
         self._reasons: tuple[Reason, ...] = (Reason("starting", "artifacts are being loaded"),)
         self._loaded: Loaded | None = None
@@ -75,6 +75,7 @@ class Runtime:
         self._began = clock()
         metrics.queue_depth.set_function(lambda: self._batcher.depth)
         metrics.in_flight.set_function(lambda: self._batcher.running)
+        metrics.load(lambda: self._gauge.read(clock()))
 
     # ---- life --------------------------------------------------------------------------------------------------
 
@@ -216,18 +217,29 @@ class Runtime:
         now = self._clock()
         if request.deadline is not None and now >= request.deadline:
             raise Expired("the deadline had passed at admission")
-        choice = self._admission.choose(request, snapshot)
+        level = self._gauge.observe(now, self._batcher.backlog)
+        choice = self._admission.choose(request, snapshot, level)
         plan, planned = choice.plan, choice.planned
         self._batcher.check(max(planned[:-1]), request.deadline)
         admitted = self._admission.admit(request, choice, snapshot)
         self._explainer.take(request)
         ticket = PendingTicket(request.deadline, self._clock, self._left)
-        job = Job(request, ticket, snapshot, plan, admitted.inputs, planned, admitted.excluded, admitted.seen, now)
+        job = Job(
+            request, ticket, snapshot, plan, admitted.inputs, planned, admitted.excluded, admitted.seen, now,
+            admitted.fields,
+        )  # fmt: skip
+        if admitted.load is not None:
+            self._metrics.load_requests_total.labels(admitted.load).inc()
         self._pins.pin()
         self._cutovers.admitted(snapshot.id, running=self._batcher.running > 0)
         self._open[id(ticket)] = (job, admitted)
         self._batcher.submit(job)
         return ticket
+
+    def _formed(self, batch: Batch) -> None:
+        """A batch was handed to the engine."""
+        self._gauge.observe(self._clock(), self._batcher.backlog)
+        self._cutovers.formed(batch)
 
     def _left(self, ticket: PendingTicket) -> None:
         """A client went or its time passed: out of the queue at once; out of a running batch at its next step."""
@@ -307,7 +319,7 @@ class Runtime:
             ),
             experiments=exposures(admitted.assignment),
             seed=seed_of(request),
-            load=None,
+            load=admitted.load,
             unknown_history=admitted.unknown_history,
             unknown_exclude=admitted.unknown_exclude,
             timings=Timings(queue_ms, end.context_ms, end.decode_ms, 1e3 * (now - request.received)),
@@ -349,6 +361,7 @@ class Runtime:
             "reasons": list(reasons),
             "uptime_s": round(self._clock() - self._began, 3),
             "device": loaded.device if loaded else self._deployment.device,
+            "kernels": active.engine.kernels if active else None,
             "active": _active(active) if active else None,
             "artifacts": [artifact.document() for artifact in loaded.artifacts] if loaded else [],
             "policies": in_force.document(loaded.in_force, self._clock()) if loaded and loaded.in_force else {},
@@ -359,6 +372,7 @@ class Runtime:
                 "in_flight": self._batcher.running,
             },
             "latency": {**self._cutovers.latency()._asdict(), "seconds": BESIDE_S},
+            "load": self._gauge.read(self._clock()).document(),
             "history": self._cutovers.documents(),
         }
 

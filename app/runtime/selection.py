@@ -15,6 +15,7 @@ from app.core import StepOutput, Survivors
 from app.ops.selection import sanitise, select_top
 from app.ops.trie import Children, children, contains, dense
 from app.policies.plan import StepInputs, StepProgram, Structure
+from app.runtime.fields import FieldTable
 from app.runtime.job import Job, seed_of
 from app.runtime.snapshot import DeadNodes, DeviceTrie
 from app.runtime.state import BatchState
@@ -59,6 +60,7 @@ class Selection:
         self._width = _table([plan.widths for plan in plans], device)
         self._excluded = [_dead_keys([job.excluded for job in jobs], t, trie.nodes, device) for t in range(len(sizes))]
         self._seen = [_dead_keys([job.seen for job in jobs], t, trie.nodes, device) for t in range(len(sizes))]
+        self._fields = FieldTable([job.fields for job in jobs], device)
         self._seed = torch.tensor([seed_of(job.request) for job in jobs], dtype=torch.int64, device=device)
         self._carry: dict[int, Tensor] = {}  # of a request's rows, where its policy hands a number on
 
@@ -166,7 +168,15 @@ class Selection:
             prefix=_take(state.sids, rows) if "prefix" in uses else None,
             seed=self._seed.index_select(0, request) if "seed" in uses else None,
             carry=torch.cat([self._carry[one] for one in segment.requests]) if "carry" in uses and t > 1 else None,
-            extra={name: _take(output.heads[name[5:]], rows) for name in uses if name.startswith("head.")},
+            extra={
+                **{name: _take(output.heads[name[5:]], rows) for name in uses if name.startswith("head.")},
+                **self._fields.columns(uses, request),
+                **{
+                    name: self._column(column, found.node)
+                    for name, column in self._trie.columns.items()
+                    if name in uses
+                },
+            },
         )
         return inputs, found.node
 
@@ -175,6 +185,11 @@ class Selection:
         if program.children:
             return children(first, code, node, widest)
         return dense(first, code, node, widest, self._sizes[t - 1])
+
+    def _column(self, column: Tensor, node: Tensor) -> Tensor:
+        """What is declared of candidates [n, F]; node -1 is the column's last entry."""
+        found = column[node]
+        return found.to(torch.int64) if found.dtype == torch.int32 else found
 
     def _in_set(self, keys: Tensor, node: Tensor, request: Tensor) -> Tensor:
         return contains(keys, node, request, self._trie.nodes)

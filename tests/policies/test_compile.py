@@ -144,7 +144,6 @@ def test_what_is_not_compiled_is_refused_and_never_ignored():
     for text in (
         "steps: {all: {select: 'dpp(pool=4, strength=0.6)'}}",
         "steps: {all: {select: 'diverse(groups=4, penalty=0.4, history=0.5)'}}",
-        "load: {busy: {widths: [1, 2, 3]}}",
     ):
         plan, found = compiled(f"widebeam: 1\n{text}\n")
         assert plan is None, text
