@@ -1,0 +1,190 @@
+"""Policies that read what a deployment declares, over a root on disk, against a search that makes the same numbers from
+the items themselves: no trie, no arrays of nodes."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from app.config import parse
+from app.errors import Rejected
+from app.policies.reference import score_step
+from app.policies.reference_final import Listed, expand, final_list
+from app.policies.reference_select import select_step
+from app.runtime.loader import load_root
+from app.runtime.logs import make_log
+from app.runtime.state import TRANSITIONS
+from app.vocab.manifest import Kind
+from tests import support
+from tests.runtime.test_policy_search import HISTORY, SIZES, Oracle, assert_same
+
+TABLES = """
+[attributes]
+fresh = {of = "year", as = "share", least = 2010}
+newest = {of = "year", as = "max", default = 1950}
+oldest = {of = "year", as = "min", default = 1950}
+age = {of = "year", as = "mean", default = 1950}
+hits = {of = "ratings", as = "sum"}
+any_fresh = {of = "year", as = "any", least = 2010}
+category = {of = "genre", as = "same", from = 2}
+cold = {of = "ratings", as = "any", most = 3}
+
+[priors]
+popularity = {of = "ratings"}
+next = {of = "ratings", per = "edge"}
+
+[lists]
+ads = {of = "ad"}
+dark = {of = "genre", is = ["crime", "war"]}
+"""
+GENRES = ("comedy", "crime", "drama", "war")
+HEAD = "widebeam: 1\nwidths: [4, 10, 16]\n"
+POLICIES = {
+    "debias": "steps: {all: {rank: score - 0.5 * prior.popularity}}\n",
+    "debias_edges": "steps: {all: {score: parent + logp - 0.5 * prior.next}}\n",
+    "fresh": "steps: {all: {rank: score + 2 * attr.fresh}}\n",
+    "years": "steps: {all: {rank: score + 0.05 * (attr.newest - attr.age) - 0.1 * (attr.age - attr.oldest)}}\n",
+    "hits": "steps: {all: {rank: score + log(1 + attr.hits)}}\n",
+    "only_fresh": "steps: {all: {mask: trie and attr.any_fresh}}\n",
+    "no_ads": "steps: {all: {mask: trie and not seen and not blocked.ads}}\nfinal: {mask: not blocked.ads}\n",
+    "genres": "steps: {last: {quota: ['cap(attr.category, max=3)']}}\n",
+    "dramas": "steps: {3: {quota: ['cap(attr.category == \"drama\", max=2)']}}\n",
+    "bonus": "steps: {2: {rank: 'score + where(attr.category == \"crime\", 3, 0)'}}\n",
+    "cold": "steps: {last: {quota: ['floor(attr.cold, min=6)']}}\n",
+    "campaign": "steps: {all: {quota: ['floor(boosted.dark, min=3)']}}\n",
+    "promoted": "steps: {all: {rank: 'score + where(boosted.dark, 1.5, 0)'}}\n",
+    "all_codes": "steps: {all: {mask: none, rank: 'score - 0.5 * prior.popularity + where(boosted.dark, 1, 0)'}}\n",
+    "out_there": "steps: {all: {mask: none, rank: score + attr.fresh}}\n",
+    "best_two": "final: {expand: 'sid(max_items=2, by=item.quality)'}\n",
+    "coldest": "final: {expand: 'sid(max_items=1, by=item.ratings)', mask: item.cold}\n",
+    "listed": "final:\n  expand: sid(max_items=3)\n  score: score + 3 * item.fresh - where(boosted.dark, 0.5, 0)\n"
+    '  quota:\n    - cap(item.category, max=4)\n    - floor(item.category == "war", min=2)\n',
+}  # fmt: skip
+
+
+def items() -> list[dict[str, object]]:
+    """70 items on 40 SIDs, most attributes missing here and there."""
+    sids, random = support.random_sids(SIZES, 40).tolist(), np.random.default_rng(5)
+    out: list[dict[str, object]] = []
+    for at in range(70):
+        attrs: dict[str, object] = {"ratings": int(random.integers(0, 9)), "ad": int(random.random() < 0.3)}
+        if random.random() < 0.9:
+            attrs["year"] = int(random.integers(1990, 2020))
+        if random.random() < 0.9:
+            attrs["genre"] = str(random.choice(GENRES))
+        if random.random() < 0.7:
+            attrs["quality"] = int(random.integers(0, 3))
+        out.append({"id": f"i{at}", "sid": sids[at if at < 40 else int(random.integers(0, 40))], "attrs": attrs})
+    return out
+
+
+CATALOGUE = items()
+TOTAL = sum(int(item["attrs"]["ratings"]) for item in CATALOGUE)
+
+
+def snapshot_of(tmp_path, tables: str = TABLES, policies=POLICIES, catalogue=CATALOGUE):
+    texts = {name: HEAD + text for name, text in policies.items()}
+    support.write_root(tmp_path, SIZES, catalogue, texts, extra=tables, limits="rows = 4096\nbatch = 32\ncontext = 64")
+    deployment = parse((tmp_path / "deployment.toml").read_text())
+    loaded = load_root(tmp_path, deployment, make_log(io.BytesIO()))
+    return deployment, loaded
+
+
+def columns(below: list[dict], above: list[dict]) -> dict[str, object]:
+    """What is declared of a prefix with these items below it, `above` being those of its parent."""
+    attrs = [item["attrs"] for item in below]
+    years, genres = [one.get("year", 1950) for one in attrs], {one.get("genre") for one in attrs}
+    weight, whole = (sum(item["attrs"]["ratings"] for item in some) for some in (below, above))
+    floor = 1 / (10 * len(CATALOGUE))
+    fresh = [one.get("year", 0) >= 2010 for one in attrs]
+    [only] = genres if len(genres) == 1 else [None]
+    empty = not below
+    return {
+        "attr.fresh": math.nan if empty else sum(fresh) / len(below),
+        "attr.newest": math.nan if empty else max(years),
+        "attr.oldest": math.nan if empty else min(years),
+        "attr.age": math.nan if empty else sum(years) / len(years),
+        "attr.hits": math.nan if empty else weight,
+        "attr.any_fresh": any(fresh),
+        "attr.category": GENRES.index(only) if only else -1,
+        "attr.cold": any(one["ratings"] <= 3 for one in attrs),
+        "prior.popularity": math.log(max(weight / TOTAL, floor)),
+        "prior.next": math.log(max(weight / whole if whole else 0, floor)),
+        "blocked.ads": not empty and all(one["ad"] for one in attrs),
+        "boosted.dark": any(one.get("genre") in ("crime", "war") for one in attrs),
+    }
+
+
+class SideOracle(Oracle):
+    """The sequential search, given columns made from the items, and `final` over every item of an SID."""
+
+    def grid(self, t: int, prefixes, parent, carry):
+        grid = super().grid(t, prefixes, parent, carry)
+        of: dict[tuple[int, ...], list[dict]] = {}
+        for item in CATALOGUE:
+            for depth in range(len(SIZES) + 1):
+                of.setdefault(tuple(item["sid"][:depth]), []).append(item)
+        codes = range(SIZES[t - 1])
+        made = [
+            [columns(of.get((*row, code), []), of.get(tuple(row), [])) for code in codes]
+            for row in prefixes.tolist()
+        ]
+        extra = {key: np.array([[one[key] for one in row] for row in made]) for key in made[0][0]}
+        extra = {key: value.astype(np.float32) if value.dtype == float else value for key, value in extra.items()}
+        seen = [
+            [bool(below := of.get((*row, code), [])) and all(one["id"] in HISTORY for one in below) for code in codes]
+            for row in prefixes.tolist()
+        ]
+        return replace(grid, seen=np.array(seen), extra=extra, labels={"attr.category": GENRES})
+
+    def search(self):
+        prefixes, parent = np.zeros((1, 0), np.int64), np.zeros(1, np.float32)
+        for t, phases in enumerate(self.job.plan.resolved["steps"], 1):
+            grid = self.grid(t, prefixes, parent, None)
+            score = score_step(phases, grid, self.job.plan.operators).score
+            chosen = select_step(phases, grid, self.job.plan.operators)
+            prefixes = np.array([[*prefixes[r], c] for r, c in chosen.survivors], np.int64).reshape(-1, t)
+            parent = np.array([score[at] for at in chosen.survivors], np.float32)
+        return self.listed(prefixes, parent)
+
+    def listed(self, prefixes, parent) -> list[tuple[str, float]]:
+        of = [[n for n, item in enumerate(CATALOGUE) if item["sid"] == row] for row in prefixes.tolist()]
+        plan, by = self.job.plan, None
+        if plan.by:
+            by = {n: item["attrs"].get(plan.by[5:], math.nan) for n, item in enumerate(CATALOGUE)}
+        pairs = expand(of, plan.per_sid, [CATALOGUE.index(one) for one in self.excluded()], by)
+        rows, chosen = [at for at, _ in pairs], [CATALOGUE[n] for _, n in pairs]
+        made = [columns([item], [item]) for item in chosen]
+        extra: dict[str, np.ndarray] = {
+            "item.fresh": np.array([one["attr.fresh"] for one in made], np.float32),
+            "item.cold": np.array([one["attr.cold"] for one in made], bool),
+            "item.category": np.array([one["attr.category"] for one in made], np.int64),
+            "blocked.ads": np.array([one["blocked.ads"] for one in made], bool),
+            "boosted.dark": np.array([one["boosted.dark"] for one in made], bool),
+        }
+        numbers = np.array([n for _, n in pairs], np.int64)
+        seen = np.zeros(len(pairs), bool)
+        items_ = Listed(parent[rows], numbers, prefixes[rows].astype(np.int32), seen, extra, {"item.category": GENRES})
+        ranked = final_list(plan.resolved["final"], items_, plan.limit)
+        return [(chosen[at]["id"], score) for at, score in ranked][: self.job.request.k]
+
+    def excluded(self) -> list[dict]:
+        return [item for item in CATALOGUE if item["id"] in self.job.request.exclude]
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS)
+def test_policies_that_read_declared_columns_answer_as_the_sequential_search(tmp_path, transition):
+    deployment, loaded = snapshot_of(tmp_path)
+    snapshot = loaded.snapshot
+    assert snapshot is not None and loaded.in_force.problems() == {}, (loaded.reasons, loaded.in_force.problems())
+    jobs = [support.job_of(snapshot, deployment, HISTORY, policy=name, k=12) for name in POLICIES]
+    for job, ranked in zip(jobs, support.run_batch(jobs, transition), strict=True):
+        want = SideOracle(snapshot.vocab, job).search()
+        got = snapshot.vocab.ids(ranked.items)
+        assert want or job.request.policy == "out_there", job.request.policy
+        assert got == [id_ for id_, _ in want], job.request.policy
+        np.testing.assert_allclose(ranked.scores, [score for _, score in want], atol=1e-4, err_msg=job.request.policy)
