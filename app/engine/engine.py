@@ -10,7 +10,9 @@ import torch
 from app.config import Limits
 from app.core import Arena, Context, Contexts, HeadSpec, Inputs, InputSpec, Rows, StateSpec, StepOutput, WeightSpec
 from app.engine.families.base import Family
+from app.engine.slots import Slot
 from app.errors import Rejected
+from app.ops.cuda import in_force
 
 
 class Engine:
@@ -21,10 +23,18 @@ class Engine:
     steps          L
     log_norm       whether step outputs carry `log_norm`
     unread         tensors of the artifact that the family leaves alone (`Family.ignored`)
+    kernels        what computes: "cuda", "torch", or "torch: " and why
+    slot           the memory of its parameters, which comes back when the engine has gone; None: memory of their own
     """
 
     def __init__(
-        self, family: Family, *, device: torch.device, dtype: torch.dtype, unread: tuple[str, ...] = ()
+        self,
+        family: Family,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        unread: tuple[str, ...] = (),
+        slot: Slot | None = None,
     ) -> None:
         self._family = family
         self.device = device
@@ -32,6 +42,8 @@ class Engine:
         self.steps = family.steps
         self.log_norm = family.log_norm
         self.unread = unread
+        self.kernels = in_force(device, dtype)
+        self.slot = slot
 
     @property
     def contexts(self) -> tuple[type, ...]:

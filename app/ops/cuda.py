@@ -77,6 +77,15 @@ def options(define: dict[str, int]) -> tuple[str, ...]:
     return ("--std=c++17", *(f"-D{name}={value}" for name, value in define.items()))
 
 
+def in_force(device: torch.device, dtype: torch.dtype) -> str:
+    """What computes on a device, in a word or a sentence: "cuda" the kernels, "torch" torch's operators, and why where
+    one would expect the kernels."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return "torch"
+    reason = unfit(device)
+    return "cuda" if reason is None else f"torch: {reason}"
+
+
 @cache
 def _load(source: Path, name: str, device: int, memory: int, arch: str, define: tuple[tuple[str, int], ...]) -> Kernel:
     import cupy  # noqa: PLC0415  there is none on a CPU

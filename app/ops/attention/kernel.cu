@@ -2,6 +2,7 @@
 // is given, what its request's context gave, which counts as one more key.
 //
 // build: D=64,128,256 BF16=0,1
+// build: D=8,40 BF16=1
 //
 // -DD head dim, a multiple of 8 up to 256; -DBF16 (0: float16). Entry points slots_<S> and compact_<S>, S = 1..8 positions
 // with the row's own. LANES lanes of 16 bytes hold one (row, head); all loads of it are under way before the first use, and

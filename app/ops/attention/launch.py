@@ -52,7 +52,7 @@ def attend(
     (n, h, d), hkv = q.shape, k.shape[1]
     positions = ancestry.shape[1] - first + 1
     reason = unfit(q, v, positions)
-    if reason is None and (k_slots.stride() != v_slots.stride() or not k_slots[:, :1].is_contiguous()):
+    if reason is None and (not (k_slots.is_contiguous() and v_slots.is_contiguous())):
         reason = "slots: must be contiguous"
     if reason is None and not q.dtype == k.dtype == v.dtype == k_slots.dtype == v_slots.dtype:
         reason = "k, v and slots: must have the dtype of q"

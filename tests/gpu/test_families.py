@@ -1,0 +1,82 @@
+"""Every family on a GPU: float32 as on a CPU, 16 bit with the kernels as on a CPU within the rounding of 16 bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from app.config import Limits, SidConfig
+from app.core import History, Rows
+from app.engine.registry import family
+from app.engine.weights import load
+from app.ops.attention import launch
+from app.runtime.contexts import batch_inputs
+from tests import support
+from tests.engine import hybrid, tiny
+
+LIMITS = Limits(widths=(16,) * 3, rows=64, batch=4, context=24)
+PROMPTS = [(3, 4, 5, 6, 7), (9,), tuple(range(3, 23)), (9, 8, 7, 6, 5)]
+WIDTHS = [4, 1, 6, 3]
+PRECISIONS = {"float32": 2e-5, "float16": 0.02, "bfloat16": 0.12}
+
+
+def engines(kind, directory, precision):
+    """The same weights on a CPU in float32 and on the GPU."""
+    if kind == "onerec":
+        config = support.onerec_config(tiny.SIZES)
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(config))
+        save_file(support.onerec_weights(config), directory / "model.safetensors")
+        sid = SidConfig(sizes=tiny.SIZES)
+    else:
+        hybrid.write(directory) if kind == "qwen3_5" else tiny.write(directory, kind)
+        sid = tiny.SID
+    return [
+        load(directory, family(kind), sid, LIMITS, precision=p, device=torch.device(device))
+        for p, device in (("float32", "cpu"), (precision, "cuda"))
+    ]
+
+
+def outputs(engine, kind, compact):
+    """Logits of steps 1..L on the CPU in float32; every row has its own path."""
+    arena = engine.new_arena(LIMITS)
+    generator = torch.Generator().manual_seed(3)
+    if kind == "onerec":
+        asked = [
+            History(torch.randint(0, 5, (items, 3), generator=generator).numpy().astype("int32"))
+            for items in (4, 1, 9, 2)
+        ]
+        prepared = [engine.prepare(one) for one in asked]
+    else:
+        prepared = [engine.prepare(tiny.TokenIds(prompt)) for prompt in PROMPTS]
+    first = engine.encode(batch_inputs(engine.input_specs(), prepared, engine.device), arena)
+    found = [] if first is None else [first]
+    n = sum(WIDTHS)
+    codes = torch.stack([torch.randint(0, size, (n,), generator=generator) for size in tiny.SIZES])
+    request = torch.arange(4).repeat_interleave(torch.tensor(WIDTHS))
+    start = torch.tensor([0, 4, 5, 11, 14])
+    for t in range(1 if first is None else 2, 4):
+        own = torch.arange(n).unsqueeze(1).repeat(1, t - 1)
+        code = codes[t - 2] if t > 1 else torch.zeros(n)
+        moved = (x.to(engine.device, torch.int32) for x in (code, request, start, own))
+        found.append(engine.step(t, Rows(*moved, compact, True), arena))
+    return [one.logits.float().cpu() for one in found]
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", ["onerec", "qwen2", "qwen3", "qwen3_5"])
+def test_a_family_gives_on_a_gpu_what_it_gives_on_a_cpu(kind, precision, compact, tmp_path, monkeypatch):
+    launches = []
+    right = launch.attend
+    monkeypatch.setattr(launch, "attend", lambda *x, **how: launches.append(1) or right(*x, **how))
+    here, there = engines(kind, tmp_path / "weights", precision)
+    assert there.device.type == "cuda" and there.dtype == getattr(torch, precision)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for a, b in zip(outputs(here, kind, compact), outputs(there, kind, compact), strict=True):
+        error = float((a - b).abs().max() / a[a.isfinite()].std())
+        assert error < PRECISIONS[precision], error
+    assert bool(launches) == (precision != "float32"), "the kernel runs in 16 bit, and only there"
