@@ -6,20 +6,26 @@ tensor's dtype, shape and place; places must cover the rest of the file without 
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from types import TracebackType
+from typing import Final, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from app.errors import Rejected
 
 MAX_HEADER = 100 << 20
 """Bytes; the limit of the format's own library."""
+CHUNK: Final = 4 << 20
+"""Bytes that are read, hashed and looked at while they are in the processor's cache."""
+Bytes = npt.NDArray[np.uint8]
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What weights may be stored in."""
@@ -49,48 +55,97 @@ def read_header(file: Path) -> dict[str, Entry]:
 
     Raises Rejected("bad_safetensors" | "truncated" | "unreadable") with the file.
     """
-    try:
-        total = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
+    with Reader(file) as reader:
+        return reader.entries
+
+
+class Reader:
+    """One file, read once from front to back and hashed on the way, so that what is used is what was checked.
+
+    entries  the tensors by name in the order of their bytes; they must be read in that order, none left out
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Open a file and read its header. Raises as `read_header`."""
+        self._file, self._digest = file, hashlib.sha256()
+        try:
+            self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise _unreadable(error, file.name) from error
+        try:
+            self.entries = self._header()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._descriptor)
+
+    def read(self, entry: Entry, rows: int) -> Iterator[tuple[int, Bytes]]:
+        """A tensor's bytes, about four MiB at a time: (index of the first row, bytes of whole rows of dimension 0).
+
+        rows  how many there are (1 for a number without dimensions). The memory is used again for the next piece.
+        Raises Rejected("truncated" | "unreadable") with file and tensor.
+        """
+        width = entry.size // max(rows, 1)
+        count = max(1, CHUNK // max(width, 1))
+        memory = np.empty(min(rows, count) * width, np.uint8)
+        for first in range(0, rows, count):
+            piece = memory[: min(count, rows - first) * width]
+            try:
+                found = self._fill(piece.data)
+            except OSError as error:
+                raise _unreadable(error, entry.location) from error
+            if found != len(piece):
+                message = f"{entry.size} bytes expected, {first * width + found} found"
+                raise Rejected("truncated", message, location=entry.location)
+            yield first, piece
+
+    def sha256(self) -> str:
+        """The digest of everything that was read: the whole file's, once every tensor was."""
+        return self._digest.hexdigest()
+
+    def _fill(self, memory: memoryview) -> int:
+        at = 0
+        while at < len(memory) and (count := os.readv(self._descriptor, [memory[at:]])):
+            at += count
+        self._digest.update(memory[:at])
+        return at
+
+    def _header(self) -> dict[str, Entry]:
+        file = self._file
+        try:
+            total = os.fstat(self._descriptor).st_size
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            first = memoryview(bytearray(8))
+            length = int.from_bytes(first[: self._fill(first)], "little")
             if total < 10:
                 raise _bad(file, f"{total} bytes are no safetensors file", code="truncated")
             if length > MAX_HEADER:
                 raise _bad(file, f"not a safetensors file (header length {length})")
             if 8 + length > total:
                 raise _bad(file, f"the header says {length} bytes, the file has {total}", code="truncated")
-            header = json.loads(stream.read(length).decode("utf-8"), object_pairs_hook=_unique)
-    except OSError as error:
-        raise Rejected("unreadable", f"cannot be read: {error.strerror}", location=file.name) from error
-    except (ValueError, RecursionError) as error:
-        raise _bad(file, f"the header is no JSON object ({error})") from error
-    if not isinstance(header, dict):
-        raise _bad(file, "the header is no JSON object")
-    header.pop("__metadata__", None)
-    entries = {name: _entry(file, name, value, 8 + length) for name, value in header.items()}
-    _check_places(file, entries, 8 + length, total)
-    return entries
+            text = memoryview(bytearray(length))
+            header = json.loads(bytes(text[: self._fill(text)]).decode("utf-8"), object_pairs_hook=_unique)
+        except OSError as error:
+            raise _unreadable(error, file.name) from error
+        except (ValueError, RecursionError) as error:
+            raise _bad(file, f"the header is no JSON object ({error})") from error
+        if not isinstance(header, dict):
+            raise _bad(file, "the header is no JSON object")
+        header.pop("__metadata__", None)
+        entries = [_entry(file, name, value, 8 + length) for name, value in header.items()]
+        entries.sort(key=lambda entry: (entry.offset, entry.size))
+        _check_places(file, entries, 8 + length, total)
+        return {entry.name: entry for entry in entries}
 
 
-def read_tensor(entry: Entry) -> Tensor:
-    """The tensor in its stored dtype, in host memory of its own.
-
-    Raises Rejected("bad_dtype" | "truncated" | "unreadable") with file and tensor.
-    """
-    if entry.dtype not in DTYPES:
-        wanted = ", ".join(DTYPES)
-        raise Rejected("bad_dtype", f"stored as {entry.dtype}; {wanted} can be served", location=entry.location)
-    try:
-        with entry.file.open("rb") as stream:
-            stream.seek(entry.offset)
-            data = np.fromfile(stream, dtype=np.uint8, count=entry.size)
-    except OSError as error:
-        raise Rejected("unreadable", f"cannot be read: {error.strerror}", location=entry.location) from error
-    if data.size != entry.size:
-        raise Rejected("truncated", f"{entry.size} bytes expected, {data.size} found", location=entry.location)
-    if not data.size:
-        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    return torch.from_numpy(data).view(DTYPES[entry.dtype]).view(entry.shape)
+def _unreadable(error: OSError, location: str) -> Rejected:
+    return Rejected("unreadable", f"cannot be read: {error.strerror}", location=location)
 
 
 def _bad(file: Path, message: str, *, code: str = "bad_safetensors") -> Rejected:
@@ -124,9 +179,9 @@ def _entry(file: Path, name: str, value: object, data: int) -> Entry:
     return Entry(file, name, dtype, tuple(shape), data + begin, end - begin)
 
 
-def _check_places(file: Path, entries: dict[str, Entry], data: int, total: int) -> None:
+def _check_places(file: Path, entries: Sequence[Entry], data: int, total: int) -> None:
     place = data
-    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.size)):
+    for entry in entries:
         if entry.offset != place:
             raise _bad(file, f"`{entry.name}` begins at byte {entry.offset}, not at {place}: a hole or an overlap")
         place += entry.size

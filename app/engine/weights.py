@@ -2,13 +2,16 @@
 
 A version is a directory with config.json, one or several *.safetensors (with model.safetensors.index.json where they
 are several, optionally) and the tokenizer files of a token model. Nothing is unpickled, nothing stays mapped: every
-tensor ends in memory of its own on the device, in the dtype of the engine.
+file is read once, hashed and looked at on the way, and every tensor ends in a weight slot on the device, in the dtype
+of the engine. A load that fails leaves a slot with garbage in it, which nobody has a reference to.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +21,8 @@ from torch import Tensor, nn
 from app.config import Limits, Precision, SidConfig
 from app.engine.engine import Engine
 from app.engine.families.base import Family, ModelFiles
-from app.engine.safetensors import DTYPES, Entry, read_header, read_tensor
+from app.engine.safetensors import DTYPES, Entry, Reader, read_header
+from app.engine.slots import Layout, Slot, Slots
 from app.engine.tokens import read_json
 from app.errors import Fault, Rejected
 
@@ -42,12 +46,18 @@ def load(
     *,
     precision: Precision = "auto",
     device: torch.device,
+    slots: Slots | None = None,
+    sha256: Mapping[str, str] | None = None,
 ) -> Engine:
     """Read, check and bind a weights version.
 
+    slots   the memory that it may use; None: memory of its own
+    sha256  digests (hex) of the *.safetensors files by name, compared while they are read; None: nobody asks
+
     Raises Rejected(code, message, location), location being "config.json: field", "model.safetensors: tensor",
-    "deployment.toml: field" or a file: unreadable, truncated or malformed files; a configuration that the family does
-    not take; tensors that are missing, left over, of another shape or dtype, or hold NaN or inf (after the cast, too).
+    "deployment.toml: field" or a file: unreadable, truncated or malformed files, other digests; a configuration that
+    the family does not take; tensors that are missing, left over, of another shape or dtype, or hold NaN or inf (after
+    the cast, too); no free slot, no memory.
     """
     dtype = resolve_precision(precision, device)
     config = read_json(directory / "config.json")
@@ -57,9 +67,15 @@ def load(
     shapes = {name: entry.shape for name, entry in entries.items()}
     module = family.build(ModelFiles(config, directory, shapes), sid, limits, dtype)
     _check_names(module, entries)
-    _bind(module, entries, dtype, device)
+    shapes_of = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+    slot = (slots or Slots()).take(Layout(shapes_of, dtype, device))
+    try:
+        _bind(module, entries, slot, dtype, sha256)
+    except BaseException:
+        slot.release()  # whoever keeps the exception keeps no memory
+        raise
     unread = tuple(name for name in module.ignored() if name in entries)
-    return Engine(module, device=device, dtype=dtype, unread=unread)
+    return Engine(module, device=device, dtype=dtype, unread=unread, slot=slot)
 
 
 def resolve_precision(precision: Precision, device: torch.device) -> torch.dtype:
@@ -135,38 +151,41 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(shown[:_LISTED]) + (f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else "")
 
 
-def _bind(module: Family, entries: Mapping[str, Entry], dtype: torch.dtype, device: torch.device) -> None:
-    """Give every parameter its memory and fill it; each source is read once, whatever it goes into."""
-    targets = _allocate(module, entries, dtype, device)
-    copies = {source: name for name, source in module.tied().items() if name in entries}
-    for source, places in targets.items():
-        stored = _finite(read_tensor(entries[source]), entries[source], "holds")
-        if source in copies and not torch.equal(stored, read_tensor(entries[copies[source]])):
-            raise Rejected(
-                "untied",
-                f"differs from `{source}`, which config.json ties it to",
-                location=entries[copies[source]].location,
-            )
-        cast = _finite(stored.to(dtype), entries[source], f"as {str(dtype).removeprefix('torch.')} holds")
-        for target in places:
-            part = cast if target.rows is None else _rows(cast, target.rows)
-            target.parameter[target.first : target.first + len(part)].copy_(part)
-    module.to(device)
+def _bind(
+    module: Family, entries: Mapping[str, Entry], slot: Slot, dtype: torch.dtype, sha256: Mapping[str, str] | None
+) -> None:
+    """Fill the parameters' memory from the files, each read once from front to back, and give it to the module."""
+    targets = _targets(module, entries, slot)
+    tied = {name: source for name, source in module.tied().items() if name in entries}
+    bytes_of: dict[str, str] = {}
+    with _copying(slot):
+        for file in dict.fromkeys(entry.file for entry in entries.values()):
+            with Reader(file) as reader:
+                if any(entries.get(name) != entry for name, entry in reader.entries.items()):
+                    raise Rejected("changed_on_disk", "has changed while it was being read", location=file.name)
+                for name, entry in reader.entries.items():
+                    compared = hashlib.sha256() if name in tied or name in tied.values() else None
+                    _read(reader, entry, targets.get(name, ()), dtype, compared)
+                    if compared is not None:
+                        bytes_of[name] = compared.hexdigest()
+                if sha256 is not None and sha256.get(file.name) != reader.sha256():
+                    raise Rejected("file_digest", "is not what the manifest says", location=file.name)
+    for name, source in tied.items():
+        if (entries[name].dtype, bytes_of[name]) != (entries[source].dtype, bytes_of[source]):
+            message = f"differs from `{source}`, which config.json ties it to"
+            raise Rejected("untied", message, location=entries[name].location)
+    module.to(slot.device)
     module.requires_grad_(requires_grad=False).eval()
 
 
-def _allocate(
-    module: Family, entries: Mapping[str, Entry], dtype: torch.dtype, device: torch.device
-) -> dict[str, list[Target]]:
+def _targets(module: Family, entries: Mapping[str, Entry], slot: Slot) -> dict[str, list[Target]]:
+    """Make the slot's memory the module's parameters; by source tensor, where its rows go."""
     bindings, targets = module.bindings(), defaultdict[str, list[Target]](list)
     for name, parameter in list(module.named_parameters()):
         if name not in bindings:
             raise Fault(f"{type(module).__name__}.bindings does not say how to make `{name}`")
         owner, _, leaf = name.rpartition(".")
-        try:
-            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
-        except (MemoryError, RuntimeError) as error:
-            raise Rejected("no_memory", f"no memory for `{name}` {list(parameter.shape)}: {error}") from error
+        memory = slot.tensors[name]
         setattr(module.get_submodule(owner), leaf, nn.Parameter(memory, requires_grad=False))
         first, binding = 0, bindings[name]
         for source in binding.sources:
@@ -178,13 +197,55 @@ def _allocate(
     return targets
 
 
-def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    picked = tensor[rows.clamp(min=0)]
-    return picked.masked_fill_((rows < 0).view(-1, *[1] * (tensor.dim() - 1)), 0)
+@contextmanager
+def _copying(slot: Slot) -> Iterator[None]:
+    """Where there is a GPU, copies go through a stream of their own: the batches that run do not wait for them."""
+    if slot.device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(slot.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
-def _finite(tensor: Tensor, entry: Entry, verb: str) -> Tensor:
-    bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-    if bad:
-        raise Rejected("not_finite", f"{verb} {bad} NaN or infinite values", location=entry.location)
-    return tensor
+def _read(
+    reader: Reader, entry: Entry, targets: Sequence[Target], dtype: torch.dtype, compared: hashlib._Hash | None
+) -> None:
+    """One tensor's rows to wherever they go. Raises Rejected for NaN and infinities, before and after the cast."""
+    rows, stored = (entry.shape[0] if entry.shape else 1), DTYPES.get(entry.dtype)
+    bad, overflown = 0, 0
+    for target in targets:
+        if target.rows is not None:
+            target.parameter[target.first : target.first + len(target.rows)].zero_()
+    for first, data in reader.read(entry, rows):
+        if compared is not None:
+            compared.update(data.data)
+        if stored is None or not targets:
+            continue  # what the family leaves alone
+        count = min(rows - first, len(data) // max(entry.size // max(rows, 1), 1))
+        piece = torch.from_numpy(data).view(stored).view(count, *entry.shape[1:])
+        bad += _not_finite(piece)
+        cast = piece if stored == dtype else piece.to(dtype)
+        overflown += 0 if cast is piece else _not_finite(cast)
+        for target in targets:
+            _place(target, first, cast)
+    for count, verb in ((bad, "holds"), (overflown, f"as {str(dtype).removeprefix('torch.')} holds")):
+        if count:
+            raise Rejected("not_finite", f"{verb} {count} NaN or infinite values", location=entry.location)
+
+
+def _place(target: Target, first: int, piece: Tensor) -> None:
+    """Rows first, first + 1, .. of a source."""
+    if target.rows is None:
+        target.parameter[target.first + first : target.first + first + len(piece)].copy_(piece)
+        return
+    mine = torch.nonzero((target.rows >= first) & (target.rows < first + len(piece))).flatten()
+    if len(mine):
+        place = (mine + target.first).to(target.parameter.device)
+        target.parameter[place] = piece[target.rows[mine] - first].to(target.parameter.device)
+
+
+def _not_finite(piece: Tensor) -> int:
+    finite = torch.isfinite(piece)
+    return 0 if bool(finite.all()) else piece.numel() - int(finite.sum())

@@ -1,4 +1,6 @@
+import hashlib
 import json
+import os
 
 import pytest
 import torch
@@ -6,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from app.engine.safetensors import read_header, read_tensor
+from app.engine import safetensors
+from app.engine.safetensors import Reader, read_header
 from app.errors import Rejected
 
 
@@ -32,8 +35,11 @@ def test_what_the_formats_own_library_writes_is_read_back(tmp_path_factory, shap
     file.write_bytes(save(tensors, metadata={"format": "pt"}))
     entries = read_header(file)
     assert {name: entry.shape for name, entry in entries.items()} == {n: tuple(x.shape) for n, x in tensors.items()}
-    for name, entry in entries.items():
-        assert torch.equal(read_tensor(entry), tensors[name])
+    with Reader(file) as reader:
+        assert reader.entries == entries
+        for name, entry in reader.entries.items():
+            data = b"".join(piece.tobytes() for _, piece in reader.read(entry, entry.shape[0] if entry.shape else 1))
+            assert data == bytes(tensors[name].reshape(-1).view(torch.uint8).numpy())
 
 
 MALFORMED = [
@@ -79,8 +85,22 @@ def test_arbitrary_bytes_are_refused_or_read(tmp_path_factory, data):
 
 def test_a_file_that_shrinks_between_header_and_tensor_is_refused(tmp_path):
     file = write(tmp_path, {"a": tensor()}, b"12345678")
-    entry = read_header(file)["a"]
-    file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(Rejected, match="8 bytes expected, 5 found") as caught:
-        read_tensor(entry)
+    with Reader(file) as reader:
+        os.truncate(file, file.stat().st_size - 3)
+        with pytest.raises(Rejected, match="8 bytes expected, 5 found") as caught:
+            list(reader.read(reader.entries["a"], 2))
     assert caught.value.location == "x.safetensors: a"
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 24, 1 << 20])
+def test_a_file_is_read_once_in_pieces_and_hashed_on_the_way(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(safetensors, "CHUNK", chunk)
+    tensors = {"b": torch.randn(5, 3), "a": torch.arange(7).half(), "none": torch.zeros(0, 4)}
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(save(tensors))
+    with Reader(file) as reader:
+        for name, entry in reader.entries.items():
+            pieces = [(first, data.copy()) for first, data in reader.read(entry, entry.shape[0])]
+            assert [first for first, _ in pieces] == sorted({first for first, _ in pieces})
+            assert b"".join(data.tobytes() for _, data in pieces) == tensors[name].numpy().tobytes()
+        assert reader.sha256() == hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,118 @@
+"""Weight slots: the fixed memory that versions of a model take turns in (RecoGEM 3.3).
+
+A live server reads a new version into a slot that nobody uses, beside the one that serves. Slots are written over and
+over, so loading allocates nothing and retiring frees nothing, and addresses stay: what is captured over a slot (a CUDA
+graph) stays valid for every version that lives there. A slot comes back when the last reference to it has gone, and not
+before: whoever computes with an engine holds its slot.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from app.errors import Rejected
+
+
+class Layout(NamedTuple):
+    """What a slot holds: parameters by name and shape, all of one dtype on one device."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Memory(NamedTuple):
+    number: int
+    layout: Layout
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def size(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class Slot:
+    """Lent memory: `tensors` by parameter name. It goes back to its `slots` when this object dies, or by `release`.
+
+    number  the same for the same addresses, from 0
+    """
+
+    def __init__(self, slots: Slots, memory: _Memory) -> None:
+        self.slots, self.number, self.tensors = slots, memory.number, memory.tensors
+        self.device = memory.layout.device
+        self._release = weakref.finalize(self, slots.give_back, memory)
+        self._release.atexit = False
+
+    def release(self) -> None:
+        """Give the memory back now: a load has failed."""
+        self._release()
+
+
+class Slots:
+    """The slots of one server. One thread takes; any thread may let go (every step of it is one atomic operation).
+
+    most  slots that there may be; None = as many as are asked for (before a server's limits are known)
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self.most = most
+        self._free: deque[_Memory] = deque()
+        self._lent: set[int] = set()
+
+    @property
+    def lent(self) -> int:
+        """Slots in use."""
+        return len(self._lent)
+
+    @property
+    def full(self) -> bool:
+        """Whether every slot that there may be is in use."""
+        return self.most is not None and self.lent >= self.most
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that the next `take` uses again, or gives back before it allocates."""
+        return sum(memory.size for memory in tuple(self._free))
+
+    def take(self, layout: Layout) -> Slot:
+        """A free slot of a layout, allocated where there is none; its content is whatever was there.
+
+        Free slots of other layouts are given up: they belonged to another contract. Raises Rejected("no_slot" |
+        "no_memory").
+        """
+        if self.full:
+            raise Rejected("no_slot", f"all {self.most} weight slots are in use")
+        free = [self._free.popleft() for _ in range(len(self._free))]
+        fitting = [memory for memory in free if memory.layout == layout]
+        room = len(fitting) if self.most is None else max(1, self.most - self.lent)
+        self._free.extend(fitting[1:room])
+        memory = fitting[0] if fitting else None
+        del free, fitting
+        return self._lend(memory or self._allocate(layout))
+
+    def _lend(self, memory: _Memory) -> Slot:
+        self._lent.add(memory.number)
+        return Slot(self, memory)
+
+    def give_back(self, memory: _Memory) -> None:
+        """Nobody uses a slot any more."""
+        self._free.append(memory)
+        self._lent.discard(memory.number)
+
+    def _allocate(self, layout: Layout) -> _Memory:
+        taken = {*self._lent, *(memory.number for memory in self._free)}
+        number = next(n for n in range(len(taken) + 1) if n not in taken)
+        tensors: dict[str, Tensor] = {}
+        for name, shape in layout.shapes:
+            try:
+                with torch.inference_mode(mode=False):
+                    tensors[name] = torch.empty(shape, dtype=layout.dtype, device=layout.device)
+            except (MemoryError, RuntimeError) as error:
+                raise Rejected("no_memory", f"no memory for `{name}` {list(shape)}: {error}") from error
+        return _Memory(number, layout, tensors)
