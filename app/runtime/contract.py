@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Protocol
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
 
 import msgspec
+import torch
 
-from app.config import NO_FIELDS, Deployment
+from app.config import NO_FIELDS, Deployment, Limits
 from app.core import Contract, HeadSpec, InputSpec, StateSpec, StepShape, WeightSpec
+from app.engine.functions import Function, links
+from app.vocab.aggregates import tables
 
 
 class Model(Protocol):
@@ -30,41 +34,93 @@ class Model(Protocol):
         """Tensors of an artifact."""
 
 
-def make_contract(model: Model, config: Mapping[str, object], deployment: Deployment, precision: str) -> Contract:
-    """The contract of a model behind a deployment overlay.
+Parts = Mapping[str, object]
+"""Everything that a contract says, as JSON data; its id is made from that."""
+BESIDE: Final = frozenset({"format", "id", "made_by", "made_for"})
+"""What a contract file says about itself: no part of the contract."""
 
-    config: the model's config.json · precision: resolved, never "auto".
-    The id is the first 12 hex digits of the SHA-256 over the canonical JSON of everything else in it.
+
+def make_contract(model: Model, config: Mapping[str, object], deployment: Deployment, precision: str) -> Contract:
+    """The contract of a model behind a deployment overlay, without what an export knows: for models in memory.
+
+    config: the values of the model's config.json that it reads · precision: resolved, never "auto".
+    """
+    weights = [{"name": spec.name, "shape": spec.shape} for spec in sorted(model.weight_specs())]
+    return contract_of(make_parts(model, config, deployment, precision, weights, ()), model, deployment, precision)
+
+
+def make_parts(
+    model: Model,
+    config: Mapping[str, object],
+    deployment: Deployment,
+    precision: str,
+    weights: Sequence[Mapping[str, object]],
+    functions: Sequence[Function],
+) -> dict[str, object]:
+    """The parts of a contract.
+
+    weights: how each parameter is made (`engine.facts.weight_facts`) · functions: what an export has found
     """
     limits, sid = deployment.limits, deployment.sid
-    pairs = enumerate(zip(sid.sizes, limits.widths, strict=True), 1)
-    steps = tuple(StepShape(t, codes, width) for t, (codes, width) in pairs)
+    inputs = [{**spec._asdict(), "dtype": _dtype(spec.dtype)} for spec in model.input_specs()]
+    states = [{**spec._asdict(), "dtype": _dtype(spec.dtype)} for spec in model.state_specs()]
     parts: dict[str, object] = {
         "family": deployment.family,
-        "steps": steps,
+        "steps": [step._asdict() for step in _steps(deployment)],
         "limits": limits,
         "sid": sid,
         "precision": precision,
-        "inputs": [(spec.name, spec.shape, str(spec.dtype), spec.positions) for spec in model.input_specs()],
-        "states": [(spec.name, spec.shape, str(spec.dtype), spec.scope) for spec in model.state_specs()],
-        "heads": model.head_specs(),
-        "weights": sorted(model.weight_specs()),
+        "parallel": {"tp": 1},  # reserved
+        "inputs": inputs,
+        "states": states,
+        "heads": [head._asdict() for head in model.head_specs()],
+        "weights": weights,
         "log_norm": model.log_norm,
         "config": config,
+        "functions": functions,
+        "links": links(functions),
+        "workspace": {"arena_bytes": arena_bytes(model.state_specs(), limits, len(sid.sizes))},
     }
     if deployment.request != NO_FIELDS:  # a deployment that declares nothing keeps its id
         parts["request"] = deployment.request
+    if any(tables(deployment)):
+        parts["columns"] = tables(deployment)
+    return parts
+
+
+def contract_id(parts: Parts) -> str:
+    """The first 12 hex digits of the SHA-256 over the canonical JSON of a contract's parts."""
+    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:12]
+
+
+def contract_of(parts: Parts, model: Model, deployment: Deployment, precision: str) -> Contract:
+    """What the rooms carry of a contract with these parts."""
     return Contract(
-        id=hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:12],
+        id=contract_id(parts),
         family=deployment.family,
-        steps=steps,
-        limits=limits,
+        steps=_steps(deployment),
+        limits=deployment.limits,
         precision=precision,
         inputs=model.input_specs(),
         states=model.state_specs(),
         heads=model.head_specs(),
         weights=model.weight_specs(),
         log_norm=model.log_norm,
-        config=msgspec.json.encode(config, order="sorted").decode(),
+        config=msgspec.json.encode(parts["config"], order="sorted").decode(),
         request=deployment.request,
     )
+
+
+def arena_bytes(states: Sequence[StateSpec], limits: Limits, steps: int) -> int:
+    """Bytes of one lane's arena (`core.Arena`)."""
+    lead = {"request": limits.batch, "row": max(steps - 1, 1) * limits.rows}
+    return sum(lead[spec.scope] * math.prod(spec.shape) * spec.dtype.itemsize for spec in states)
+
+
+def _steps(deployment: Deployment) -> tuple[StepShape, ...]:
+    pairs = enumerate(zip(deployment.sid.sizes, deployment.limits.widths, strict=True), 1)
+    return tuple(StepShape(t, codes, width) for t, (codes, width) in pairs)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,99 @@
+"""What an exported function of a family takes, gives, reads and writes; whether that is what the family declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from app.engine.families.base import Family
+from app.errors import Rejected
+
+
+class TensorFact(msgspec.Struct, frozen=True, order=True):
+    """One named input or output. Sizes are numbers, or words: rows, requests, positions."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+class Function(msgspec.Struct, frozen=True):
+    """One exported function.
+
+    name      "encode" or "step t"
+    exported  False: torch.export cannot follow it, `reason` says why; then only what the family declares is known
+    inputs    what the runtime gives · outputs: logits, log_norm and heads; none where `encode` has no output
+    reads, writes   carried state that the outputs depend on, and that it changes
+    """
+
+    name: str
+    exported: bool
+    reason: str | None = None
+    inputs: tuple[TensorFact, ...] = ()
+    outputs: tuple[TensorFact, ...] = ()
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+class Link(msgspec.Struct, frozen=True):
+    """Carried state: what `source` writes is what `target` reads."""
+
+    state: str
+    source: str
+    target: str
+
+
+def links(functions: Iterable[Function]) -> tuple[Link, ...]:
+    """The output-to-input links of carried state, in the order of the functions."""
+    known = tuple(functions)
+    return tuple(
+        Link(state, one.name, later.name)
+        for place, one in enumerate(known)
+        for state in one.writes
+        for later in known[place + 1 :]
+        if state in later.reads
+    )
+
+
+def check_functions(family: Family, functions: Sequence[Function], sizes: Sequence[int]) -> None:
+    """Raise Rejected("bad_family") where exported functions contradict what the family declares."""
+    for function in functions:
+        if not function.exported:
+            continue
+        step = int(function.name.removeprefix("step ")) if function.name != "encode" else 1
+        rows = "requests" if function.name == "encode" else "rows"
+        if function.name == "encode" and not function.outputs:
+            continue
+        found = {one.name: one for one in function.outputs}
+        wanted: dict[str, tuple[int | str, ...]] = {"logits": (rows, sizes[step - 1])}
+        if family.log_norm:
+            wanted["log_norm"] = (rows,)
+        for head in family.head_specs():
+            wanted[f"head.{head.name}"] = (rows,) if head.scope == "row" else (rows, sizes[step - 1])
+        for name in sorted(wanted.keys() | found.keys()):
+            if name not in found:
+                raise _bad(family, function, f"gives no `{name}`, which the family declares")
+            if name not in wanted:
+                raise _bad(family, function, f"gives `{name}`, which the family does not declare")
+            if found[name].shape != wanted[name]:
+                raise _bad(family, function, f"`{name}` is {list(found[name].shape)}, expected {list(wanted[name])}")
+            if not found[name].dtype.startswith(("float", "bfloat")):
+                raise _bad(family, function, f"`{name}` is {found[name].dtype}, no float")
+    _check_carried(family, functions)
+
+
+def _check_carried(family: Family, functions: Sequence[Function]) -> None:
+    """What is read must have been written before; only where every function could be followed."""
+    if not all(function.exported for function in functions):
+        return
+    written: set[str] = set()
+    for function in functions:
+        written |= set(function.writes)
+        for state in function.reads:
+            if state not in written:
+                raise _bad(family, function, f"reads the state `{state}`, which nothing has written before")
+
+
+def _bad(family: Family, function: Function, message: str) -> Rejected:
+    return Rejected("bad_family", message, location=f"{type(family).__name__}, {function.name}")

@@ -1,0 +1,161 @@
+"""The contract files of a root, ROOT/contracts/<id>.json: found, checked, and made where there is none (RecoGEM 3.1).
+
+A file holds every part of a contract, its id (made from the parts), and `made_for`: the digest of what an export
+depends on. What a family declares is made anew at every load and costs nothing; what its functions do is taken from a
+file that was made for the very same family, code, config and limits, and exported in another process where there is
+none. So an edit of limits that no function reads needs no export, and a stale file is never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import torch
+
+from app.config import Deployment
+from app.core import Contract
+from app.engine import facts
+from app.engine.apart import export_apart
+from app.engine.families.base import Family, ModelFiles
+from app.engine.functions import Function
+from app.errors import Rejected
+from app.runtime import state_dir
+from app.runtime.contract import BESIDE, Parts, contract_id, contract_of, make_parts
+from app.runtime.logs import Log
+
+FOLDER: Final = "contracts"
+MOST_FILES: Final = 256
+"""Files that are looked at, the newest first."""
+
+
+class Stored(NamedTuple):
+    """A contract file that says what it is. parts: without `BESIDE`."""
+
+    file: Path
+    id: str
+    made_for: str
+    functions: tuple[Function, ...]
+    parts: Mapping[str, object]
+
+
+class Made(NamedTuple):
+    """file: where the contract is stored, None where it cannot be · exported: whether its functions were traced now."""
+
+    contract: Contract
+    document: Mapping[str, object]
+    file: Path | None
+    exported: bool
+    found: tuple[Rejected, ...]
+
+
+class Contracts:
+    """The contracts of one root. Files are read and written in the thread that asks."""
+
+    def __init__(self, root: Path, log: Log | None = None) -> None:
+        self._root, self._folder, self._log = root, root / FOLDER, log
+
+    def of(self, kind: type[Family], files: ModelFiles, deployment: Deployment, dtype: torch.dtype) -> Contract:
+        """The contract of a model behind an overlay; where none is stored it is made, which takes seconds, and stored.
+
+        Raises Rejected as `Family.build`, and "export_failed", "bad_family".
+        """
+        return self.make(kind, files, deployment, dtype).contract
+
+    def make(
+        self,
+        kind: type[Family],
+        files: ModelFiles,
+        deployment: Deployment,
+        dtype: torch.dtype,
+        *,
+        anew: bool = False,
+        store: bool = True,
+    ) -> Made:
+        """`of`, with how it came about. anew: export whatever is stored · store: write what is not stored."""
+        model = facts.build(kind, files, deployment.sid, deployment.limits, dtype)
+        key = facts.made_for(model, deployment.family, deployment.sid, dtype)
+        stored, found = self.stored()
+        for problem in found:
+            self._say("contract_refused", problem)
+        known = None if anew else next((one for one in stored if one.made_for == key), None)
+        functions = known.functions if known else export_apart(kind, files, deployment.sid, deployment.limits, dtype)
+        name = str(dtype).removeprefix("torch.")
+        weights = facts.weight_facts(model.family, dtype)
+        parts = make_parts(model.family, model.config, deployment, name, weights, functions)
+        contract = contract_of(parts, model.family, deployment, name)
+        same = next((one for one in stored if (one.id, one.made_for) == (contract.id, key)), None)
+        document = _document(contract.id, key, parts)
+        file = same.file if same else self._store(contract.id, document) if store else None
+        return Made(contract, document, file, known is None, found)
+
+    def stored(self) -> tuple[tuple[Stored, ...], tuple[Rejected, ...]]:
+        """Every usable file, the newest first, and what is wrong with the others."""
+        try:
+            files = [one for one in self._folder.iterdir() if one.suffix == ".json" and not one.name.startswith(".")]
+            files.sort(key=lambda one: (-one.lstat().st_mtime_ns, one.name))
+        except OSError:
+            return (), ()
+        good, bad = list[Stored](), list[Rejected]()
+        for file in files[:MOST_FILES]:
+            try:
+                good.append(read(file))
+            except Rejected as error:
+                bad.append(error)
+        return tuple(good), tuple(bad)
+
+    def _store(self, new_id: str, document: Mapping[str, object]) -> Path | None:
+        """Write a contract file; a root that cannot be written to is no reason not to serve."""
+        file = self._folder / f"{new_id}.json"
+        try:
+            state_dir.write(file, encode(document))
+            file.chmod(0o644)
+        except OSError as error:
+            problem = Rejected("contract_not_stored", f"cannot be written: {error.strerror}", location=_place(file))
+            self._say("contract_not_stored", problem)
+            return None
+        if self._log is not None:
+            self._log.info("contract_stored", contract=new_id, file=_place(file))
+        return file
+
+    def _say(self, event: str, problem: Rejected) -> None:
+        if self._log is not None:
+            self._log.error(event, code=problem.code, message=problem.message, location=problem.location)
+
+
+def read(file: Path) -> Stored:
+    """A contract file. Raises Rejected with its place: unreadable, no contract, or not what its id says."""
+    place = _place(file)
+    data = None if file.is_symlink() else state_dir.read(file)
+    if data is None:
+        raise Rejected("contract_unreadable", "cannot be read, or is no regular file of at most 4 MiB", location=place)
+    try:
+        document = msgspec.json.decode(data)
+        functions = msgspec.convert(document["functions"], tuple[Function, ...])
+        written, made_for = str(document["id"]), str(document["made_for"])
+    except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError, RecursionError) as error:
+        raise Rejected("contract_unreadable", f"is no contract: {error}", location=place) from error
+    parts = {name: value for name, value in document.items() if name not in BESIDE}
+    own = contract_id(parts)
+    if not own == written == file.stem:
+        message = f"says it is {written}, but what it holds makes {own}: it was edited, or is not whole"
+        raise Rejected("contract_tampered", message, location=place)
+    return Stored(file, written, made_for, functions, parts)
+
+
+def encode(document: Mapping[str, object]) -> bytes:
+    """As a file holds it: one line a part, so that two contracts can be compared."""
+    return msgspec.json.format(msgspec.json.encode(document, order="sorted"), indent=1) + b"\n"
+
+
+def _document(new_id: str, made_for: str, parts: Parts) -> dict[str, object]:
+    plain: dict[str, object] = msgspec.json.decode(msgspec.json.encode(parts))
+    made_by = f"widebeam {version('widebeam')}, torch {torch.__version__}"
+    return {"format": 1, "id": new_id, "made_by": made_by, "made_for": made_for, **plain}
+
+
+def _place(file: Path) -> str:
+    return f"{file.parent.name}/{file.name}"
