@@ -15,6 +15,7 @@ import msgspec
 from app.cli.deployment import read_deployment
 from app.config import Deployment, Server, SidConfig
 from app.errors import BadDeployment
+from app.policies.plugins import installed
 from app.runtime.live import Live
 from app.runtime.loader import Loaded, load_root
 from app.runtime.logs import Log, make_log
@@ -78,18 +79,21 @@ def compose(root: Path, overrides: Overrides, stream: BinaryIO, *, tolerant: boo
         deployment, bad = overrides.apply(Deployment(family="", sid=SidConfig(sizes=(1,)), server=Server())), error
     log, metrics = make_log(stream, deployment.log.level), Metrics()
     threads = deployment.server.threads or available_cores()
+    operators = installed()
+    for name, reason in operators.broken.items():
+        log.error("operator_refused", operator=name, reason=reason)
 
     def load() -> Loaded:
         if bad is not None:
             return Loaded(reasons=(Reason(bad.code, bad.message, bad.path),))
-        return load_root(root, deployment, log)
+        return load_root(root, deployment, log, clock, operators)
 
     def build() -> Runtime:
         records = Files(deployment.log, root / deployment.server.state_dir, metrics, log, clock)
         return Runtime(deployment, metrics, log, clock, recorder=records, threads=threads)
 
     def live(runtime: Runtime) -> Live:
-        return Live(root, deployment, runtime, metrics, log, clock)
+        return Live(root, deployment, runtime, metrics, log, clock, operators)
 
     return Service(deployment, metrics, log, build, load, live)
 

@@ -11,19 +11,19 @@ import app as package
 from app.cli import policy_files
 from app.cli.output import JsonFlag, print_json, say
 from app.cli.policy_diff import diff
-from app.cli.policy_files import deployed
+from app.cli.policy_files import Deployed, deployed
 from app.cli.policy_plan import plan as plan_command
 from app.cli.policy_replay import replay_command
 from app.cli.policy_test import test_command
-from app.core import Contract
 from app.policies.compile import check_policy, lower
-from app.policies.diagnostics import Diagnostic, render
+from app.policies.diagnostics import Diagnostic, render, suggest
 from app.policies.explain import explain as explained
 from app.policies.explain import explain_text
-from app.policies.facts import Catalogue
 from app.policies.format import fmt as formatted
 from app.policies.load import Folder, compile_folder, snapshot
+from app.policies.operator_pages import describe, overview
 from app.policies.plan import Plan
+from app.policies.plugins import installed
 from app.policies.resolve import Library, Policy
 from app.policies.rules import RULES
 from app.policies.schema import schema as policy_schema
@@ -45,11 +45,10 @@ def check(
 ) -> None:
     """Check policy files. Exit 0 all good, 1 errors found, 2 wrong usage. Warnings alone exit 0."""
     on = deployed(root)
-    contract, catalogue = on.contract, on.catalogue
     findings: list[Diagnostic] = []
     for path in paths or [root / "policies"]:
         folder, names = _folder(path)
-        loaded = compile_folder(folder, contract, catalogue)
+        loaded = compile_folder(folder, on.contract, on.catalogue, cache=on.cache())
         for name in names:
             findings += [one for one in loaded.policies[name].findings if one not in findings]
         if path.is_dir() or path.name == "traffic.yaml":
@@ -76,12 +75,11 @@ def explain(
 ) -> None:
     """Print what a policy does at each step, and where each value came from."""
     on = deployed(root)
-    contract, catalogue = on.contract, on.catalogue
-    resolved, plan = _plan(policy, root, contract, catalogue)
+    resolved, plan = _plan(policy, on)
     if as_json:
-        print_json(explained(resolved, plan, contract, catalogue))
+        print_json(explained(resolved, plan, on.contract, on.catalogue))
     else:
-        typer.echo(explain_text(resolved, plan, contract, catalogue))
+        typer.echo(explain_text(resolved, plan, on.contract, on.catalogue))
 
 
 @app.command()
@@ -91,14 +89,13 @@ def show(
     out: Annotated[Path | None, typer.Option(help="Write its file, and its parents', into this folder")] = None,
 ) -> None:
     """Print the resolved policy and its ids as JSON."""
+    on = deployed(root)
     if out is not None or policy_files.POLICY_ID.fullmatch(policy):
-        on = deployed(root)
         plan = on.policy(policy)
         if out is not None:
             policy_files.write(*on.texts(policy), out)
     else:
-        on = deployed(root)
-        _, plan = _plan(policy, root, on.contract, on.catalogue)
+        _, plan = _plan(policy, on)
     ids = {
         "policy": plan.policy,
         "policy_id": plan.policy_id,
@@ -110,16 +107,28 @@ def show(
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of policy files, for editors."""
-    print_json(policy_schema())
+    """Print the JSON Schema of policy files, for editors; operators of installed packages are in it."""
+    print_json(policy_schema(installed()))
 
 
 @app.command("help")
-def help_(code: Annotated[str, typer.Argument(help="A code such as K003")]) -> None:
-    """Print what a code means and how to mend it."""
-    rule = RULES.get(code.upper())
+def help_(
+    word: Annotated[str | None, typer.Argument(help="A code such as K003, or an operator such as top_p")] = None,
+) -> None:
+    """Print what a code means and how to mend it, or what an operator does; every operator where nothing is given."""
+    operators = installed()
+    if word is None:
+        typer.echo(overview(operators))
+        return
+    if word in operators.known:
+        typer.echo(describe(operators[word]))
+        return
+    if word in operators.broken:
+        raise typer.BadParameter(f"`{word}` cannot be used: {operators.broken[word]}")
+    rule = RULES.get(word.upper())
     if rule is None:
-        raise typer.BadParameter(f"there is no code {code}; codes: {', '.join(RULES)}")
+        hint = suggest(word, [*operators.known, *RULES]) or f"codes: {', '.join(RULES)}"
+        raise typer.BadParameter(f"there is no code and no operator {word}; {hint}")
     page = PAGES / f"{rule.code}.md"
     # an installed package has no docs beside it
     typer.echo(page.read_text("utf-8").rstrip() if page.is_file() else f"{rule.code} ({rule.severity}): {rule.title}")
@@ -163,15 +172,15 @@ def _folder(path: Path) -> tuple[Folder, list[str]]:
     return folder, list(folder.sources) if path.is_dir() else [one for one in folder.sources if one == path.stem]
 
 
-def _plan(policy: str, root: Path, contract: Contract, catalogue: Catalogue | None) -> tuple[Policy, Plan]:
+def _plan(policy: str, on: Deployed) -> tuple[Policy, Plan]:
     """A policy by name or file, compiled; its findings go to stderr, and errors end the command."""
-    path = Path(policy) if policy.endswith(".yaml") else root / "policies" / f"{policy}.yaml"
+    path = Path(policy) if policy.endswith(".yaml") else on.root / "policies" / f"{policy}.yaml"
     folder, names = _folder(path)
     if not names:
         raise typer.BadParameter(f"{policy} is no policy")
-    resolved, found = check_policy(names[0], Library(folder.sources), contract, catalogue)
+    resolved, found = check_policy(names[0], Library(folder.sources, on.operators), on.contract, on.catalogue)
     if len(found):
         say(found.text())
     if found.errors:
         raise typer.Exit(1)
-    return resolved, lower(resolved, contract, catalogue)
+    return resolved, lower(resolved, on.contract, on.catalogue)

@@ -14,11 +14,15 @@ from app.cli.deployment import read_deployment
 from app.cli.output import say
 from app.config import Deployment
 from app.core import Contract
+from app.policies.builtin import BUILT_IN
+from app.policies.cache import Cache
 from app.policies.diagnostics import render
 from app.policies.facts import Catalogue
 from app.policies.last_good import Kept
 from app.policies.load import Folder, PolicySet, compile_folder, snapshot
+from app.policies.operators import Operators
 from app.policies.plan import Plan
+from app.policies.plugins import installed
 from app.policies.resolve import Library
 from app.runtime.columns import catalogue_of
 from app.runtime.desired import wishes
@@ -31,22 +35,27 @@ POLICY_ID = re.compile(r"[0-9a-f]{12}")
 
 
 class Deployed(NamedTuple):
-    """What policies are compiled for. catalogue None = the root has no vocab."""
+    """What policies are compiled for. catalogue None = the root has no vocab; operators: those that they may use."""
 
     root: Path
     deployment: Deployment
     contract: Contract
     catalogue: Catalogue | None
+    operators: Operators = BUILT_IN
 
     @property
     def state(self) -> Path:
         """The server's own directory."""
         return self.root / self.deployment.server.state_dir
 
+    def cache(self) -> Cache:
+        """What compiles them, empty."""
+        return Cache(self.operators)
+
     def folder(self, directory: Path, last_good: Mapping[str, Kept] | None = None) -> PolicySet:
         """A folder of policies, compiled; `last_good` texts stand in for broken ones."""
         files = snapshot(directory, directory.as_posix())
-        return compile_folder(files, self.contract, self.catalogue, last_good=last_good)
+        return compile_folder(files, self.contract, self.catalogue, last_good=last_good, cache=self.cache())
 
     def in_force(self) -> PolicySet:
         """What a server on this root serves: its folder, and the last good text of what is broken in it."""
@@ -56,7 +65,7 @@ class Deployed(NamedTuple):
         """A policy by the name of a file of the root, by path, or by the id under which it has served; findings go to
         stderr, and errors end the command."""
         texts, name = self.texts(policy)
-        loaded = compile_folder(texts, self.contract, self.catalogue).policies[name]
+        loaded = compile_folder(texts, self.contract, self.catalogue, cache=self.cache()).policies[name]
         if loaded.findings:
             say(render(loaded.findings))
         if loaded.plan is None:
@@ -84,7 +93,7 @@ def deployed(root: Path) -> Deployed:
     vocabs = wishes(root, root / deployment.server.state_dir, "vocab").found
     vocab = load_vocab(vocabs[0].directory, deployment.sid.sizes) if vocabs else None
     catalogue = None if vocab is None else catalogue_of(vocab, side_data(vocab, deployment))
-    return Deployed(root, deployment, load_contract(root, deployment), catalogue)
+    return Deployed(root, deployment, load_contract(root, deployment), catalogue, installed())
 
 
 def write(texts: Folder, name: str, out: Path) -> None:

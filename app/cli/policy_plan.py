@@ -32,10 +32,9 @@ def plan(
     installed. Exit 1 if something would be rejected."""
     on = deployed(root)
     before = on.in_force()
-    after = compile_folder(
-        snapshot(folder, folder.as_posix()), on.contract, on.catalogue, running=before.traffic, now=utc_seconds()
-    )
-    found = folder_changes(before, after, utc_seconds())
+    files, now = snapshot(folder, folder.as_posix()), utc_seconds()
+    after = compile_folder(files, on.contract, on.catalogue, cache=on.cache(), running=before.traffic, now=now)
+    found = folder_changes(before, after, now)
     if admin is not None:
         found = _against(found, before, call(admin, "GET", "policies"), call(admin, "GET", "status"), on)
     findings = _findings(after)

@@ -101,7 +101,8 @@ class _Runner:
     def _asked(self) -> Trial:
         if self._trial is None:
             deployment = Overrides(offline=True).apply(self._on.deployment)
-            loaded = load_root(self._on.root, deployment, make_log(sys.stderr.buffer, "warning"))
+            log = make_log(sys.stderr.buffer, "warning")
+            loaded = load_root(self._on.root, deployment, log, operators=self._on.operators)
             if loaded.snapshot is None:
                 raise NotReady("; ".join(str(reason) for reason in loaded.reasons))
             self._trial = Trial(loaded.snapshot.having(policies=self._policies), deployment)

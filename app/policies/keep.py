@@ -41,11 +41,11 @@ def top_k(logp: Tensor, valid: Tensor, n: Tensor) -> Tensor:
 
 
 def top_p(logp: Tensor, valid: Tensor, p: Tensor) -> Tensor:
-    """V09 (1904.09751): candidates while the mass of better ones is below p."""
+    """V09 (1904.09751): candidates while the mass of better ones is below p; all of them where p is 1."""
     best, place = ordered(logp, valid)
-    mass = torch.exp(best.double())
-    before = torch.cumsum(mass, dim=1) - mass
-    kept = (before < p.double()) | (torch.arange(best.shape[1], device=best.device) == 0)
+    mass = torch.cumsum(torch.exp(best.double()), dim=1)
+    before = torch.nn.functional.pad(mass[:, :-1], (1, 0))  # not mass - own: that rounds, and cuts elsewhere
+    kept = (before < p.double()) | (p >= 1) | (torch.arange(best.shape[1], device=best.device) == 0)
     return valid & kept.gather(1, place)
 
 
@@ -71,7 +71,7 @@ def eta(logp: Tensor, valid: Tensor, p: Tensor) -> Tensor:
 
 def typical(logp: Tensor, valid: Tensor, mass: Tensor) -> Tensor:
     """V12 (2202.00666): candidates whose information is nearest to the row's entropy, over its valid ones, until their
-    mass is reached, and all that are as near as the last of them."""
+    mass is reached, and all that are as near as the last of them; all of them where the mass is 1."""
     weights = torch.where(valid, logp, -INF).double()
     level = weights - torch.logsumexp(weights, dim=1, keepdim=True)
     share = torch.where(valid & (level > -INF), torch.exp(level), 0.0)
@@ -80,7 +80,7 @@ def typical(logp: Tensor, valid: Tensor, mass: Tensor) -> Tensor:
     near, column = torch.sort(far, dim=1, stable=True)
     sums = torch.cumsum(share.gather(1, column), dim=1)
     last = (sums < mass.double()).sum(dim=1, keepdim=True).clamp(max=far.shape[1] - 1)
-    return valid & (far <= near.gather(1, last))
+    return valid & ((far <= near.gather(1, last)) | (mass >= 1))
 
 
 def at_least(values: Tensor, valid: Tensor, floor: Tensor) -> Tensor:

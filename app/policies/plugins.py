@@ -100,18 +100,19 @@ def _args_fault(args: object) -> str | None:
 
 
 def _arg_fault(arg: Arg) -> str | None:
-    name, form, *numbers = arg.name, arg.form, arg.low, arg.high
+    name: object = arg.name
     if not isinstance(name, str) or not NAME.fullmatch(name):
         return f"an argument is called {name!r}; names are a-z, 0-9 and _, a letter first"
-    if form not in ("int", "number"):
-        return f"argument `{name}` is of the form {form!r}; it is int or number"
-    numbers += [] if arg.default is None else [arg.default]
-    if not all(isinstance(one, int | float) and math.isfinite(one) for one in numbers):
+    if arg.form not in ("int", "number"):
+        return f"argument `{name}` is of the form {arg.form!r}; it is int or number"
+    given: list[object] = [arg.low, arg.high, *([] if arg.default is None else [arg.default])]
+    numbers = [float(one) for one in given if isinstance(one, int | float) and math.isfinite(one)]
+    if len(numbers) < len(given):
         return f"argument `{name}` has a bound or a default that is no finite number"
-    low, high, *default = (float(one) for one in numbers)
+    low, high, *default = numbers
     if low >= high or not all(low <= one <= high for one in default):
         return f"argument `{name}` has no range, or a default outside of it"
-    if form == "int" and any(one != int(one) for one in (low, high, *default)):
+    if arg.form == "int" and any(one != int(one) for one in (low, high, *default)):
         return f"argument `{name}` is a whole number, and its bounds or its default are not"
     return None
 

@@ -21,10 +21,10 @@ def top_k(logp: Floats, n: float) -> Bools:
 
 
 def top_p(logp: Floats, p: float) -> Bools:
-    """V09: while the mass of better ones is below p; the best always."""
+    """V09: while the mass of better ones is below p; the best always, all where p is 1."""
     stays, mass = np.zeros(len(logp), np.bool_), 0.0
     for at, one in enumerate(logp.tolist()):
-        if at and mass >= p:
+        if at and mass >= p and p < 1:
             break
         stays[at], mass = True, mass + math.exp(one)
     return stays
@@ -48,7 +48,8 @@ def eta(logp: Floats, p: float) -> Bools:
 
 
 def typical(logp: Floats, mass: float) -> Bools:
-    """V12: those nearest to the row's entropy until their mass is reached, and whoever is as near as the last."""
+    """V12: those nearest to the row's entropy until their mass is reached, and who is as near as the last; all where
+    the mass is 1."""
     level = logp.astype(np.float64) - _log_sum_exp(logp.astype(np.float64))
     share = np.exp(level).tolist()
     entropy = -sum(one * math.log(one) for one in share if one > 0)
@@ -58,17 +59,20 @@ def typical(logp: Floats, mass: float) -> Bools:
         reached, last = reached + share[at], far[at]
         if reached >= mass:
             break
-    return far <= last
+    stays: Bools = np.less_equal(far, last) | (mass >= 1)
+    return stays
 
 
 def within(rank: Floats, delta: float) -> Bools:
     """V04: at most delta behind the request's best."""
-    return rank >= np.float32(rank.max(initial=-np.inf) - np.float32(delta))
+    stays: Bools = rank >= np.float32(rank.max(initial=-np.inf) - np.float32(delta))
+    return stays
 
 
 def above(rank: Floats, score: float) -> Bools:
     """V05: at least this rank; the best always."""
-    return (rank >= np.float32(score)) | (rank == rank.max(initial=-np.inf))
+    stays: Bools = (rank >= np.float32(score)) | (rank == rank.max(initial=-np.inf))
+    return stays
 
 
 def within_parent(rank: Floats, delta: float) -> Bools:
@@ -80,7 +84,8 @@ def within_parent(rank: Floats, delta: float) -> Bools:
 
 
 def _reach(logp: Floats, floor: np.float32) -> Bools:
-    return (logp >= floor) | (np.arange(len(logp)) == 0)
+    stays: Bools = (logp >= floor) | (np.arange(len(logp)) == 0)
+    return stays
 
 
 def _log(p: float) -> float:

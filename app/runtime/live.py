@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Final
 
 from app.config import Deployment
 from app.errors import InvalidRequest
+from app.policies.builtin import BUILT_IN
+from app.policies.operators import Operators
 from app.runtime import state_dir
 from app.runtime.artifact_updates import ArtifactUpdates
 from app.runtime.background import Background
@@ -46,6 +49,7 @@ class Live:
         metrics: Metrics,
         log: Log,
         clock: Callable[[], float],
+        operators: Operators = BUILT_IN,
     ) -> None:
         state = root / deployment.server.state_dir
         self._root, self._state, self._runtime, self._log = root, state, runtime, log
@@ -58,13 +62,14 @@ class Live:
             log.error(
                 "kill_switch_unreadable", file=f"state/{state_dir.KILLED}", message="who was killed there is not known"
             )
-        self._policies = PolicyUpdates(root, state, runtime, composing, metrics, log, clock)
+        self._policies = PolicyUpdates(root, state, runtime, composing, metrics, log, clock, operators)
         self._takedowns = TakedownUpdates(root, state, runtime, composing, self._compose, ledger, log)
         self._artifacts = ArtifactUpdates(
             root, deployment, runtime, self._policies, composing, self._compose, ledger, log
         )
         self._operations = Operations(root, state, runtime, self._artifacts, self._hints["artifacts"], ledger, log)
         self._background = Background("start")
+        self.boot, self._decisions = secrets.token_hex(4), 0
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -144,10 +149,12 @@ class Live:
         if active is not None and active.killed != names:
             self._runtime.swap(active.having(killed=names), "kill")
             self._log.warning("killed", names=sorted(names))
+            self._ledger.note("killed", names=sorted(names))
 
     async def kill(self, add: Iterable[str], remove: Iterable[str]) -> dict[str, object]:
         """Kill or revive policies and experiments from the next admission on. Raises InvalidRequest for the default."""
         add = tuple(add)
+        self._decisions += 1
         active = self._runtime.active
         if active is not None and active.policies.default in add:
             message = f"`{active.policies.default}` is the default: it can be rolled back, not killed"
@@ -180,23 +187,37 @@ class Live:
 
     async def select(self, snapshot_id: str, cause: str) -> dict[str, object]:
         """Pin a snapshot in memory and admit on it."""
+        self._decisions += 1
         return await self._operations.select(snapshot_id, cause)
 
     async def ask(self, versions: dict[Kind, str], wait_s: float) -> dict[str, object]:
         """Pin versions, and wait a while for what becomes of them."""
+        self._decisions += 1
         return await self._operations.ask(versions, wait_s)
 
     def unpin(self) -> dict[str, object]:
         """Follow the newest versions again."""
+        self._decisions += 1
         return self._operations.unpin()
+
+    @property
+    def epoch(self) -> str:
+        """See `control.Control`. A decision counts before it waits: of two that name one epoch, one wins."""
+        return f"{self.boot}-{self._runtime.swaps + self._decisions}"
 
     def events(self, after: int) -> list[dict[str, object]]:
         """What happened, oldest first."""
         return self._ledger.events(after)
 
+    async def told(self, after: int) -> None:
+        """Wait until there is an event with a number above `after`."""
+        await self._ledger.told(after)
+
     def drain(self) -> dict[str, object]:
         """Refuse new requests; what is queued or running finishes. The process stays."""
+        self._decisions += 1
         self._runtime.begin_drain()
+        self._ledger.note("drain")
         return {"draining": True}
 
     # ---- status --------------------------------------------------------------------------------------------------
@@ -217,6 +238,7 @@ class Live:
             document["experiments"] = with_files(serving, state.policies.experiments, self._kill.names)
         return {
             **document,
+            "epoch": self.epoch,
             "artifacts": self._ledger.documents(),
             "snapshots": self._artifacts.stage.documents(),
             "desired": self._artifacts.desired(),

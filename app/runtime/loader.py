@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -16,17 +16,20 @@ from app.core import Contract
 from app.engine.engine import Engine
 from app.engine.families.base import ModelFiles
 from app.engine.registry import family
+from app.engine.slots import Slots
 from app.engine.tokens import read_json
-from app.engine.weights import load as load_weights
 from app.engine.weights import read_entries, resolve_precision
 from app.errors import Rejected
+from app.policies.builtin import BUILT_IN
 from app.policies.cache import Cache
 from app.policies.load import PolicySet, snapshot
+from app.policies.operators import Operators
 from app.runtime.columns import catalogue_of
-from app.runtime.contract import make_contract
+from app.runtime.contracts import Contracts
 from app.runtime.desired import Chosen, Option, choose, usable, wishes
 from app.runtime.in_force import InForce, compiler, renew
 from app.runtime.logs import Log
+from app.runtime.reading import Weights, read_vocab, read_weights
 from app.runtime.snapshot import ArtifactRef, DeviceTrie, Policies, Snapshot, snapshot_id
 from app.runtime.state_dir import load_last_good
 from app.runtime.states import State
@@ -35,7 +38,6 @@ from app.runtime.survey import Survey, survey
 from app.runtime.takedowns import NOTHING, Takedowns, load_takedowns
 from app.runtime.watch import scan
 from app.vocab.aggregates import SideData, side_data
-from app.vocab.artifact import load_vocab
 from app.vocab.manifest import Kind, verify
 from app.vocab.vocab import Vocab
 
@@ -56,9 +58,18 @@ class Loaded:
     device: str = "cpu"
 
 
-def load_root(root: Path, deployment: Deployment, log: Log, clock: Callable[[], float] = time.monotonic) -> Loaded:
-    """Load the wanted versions of a deployment root. Never raises for what files say: the reasons are in the result."""
-    gate = _Gate(root, deployment, log, clock)
+def load_root(
+    root: Path,
+    deployment: Deployment,
+    log: Log,
+    clock: Callable[[], float] = time.monotonic,
+    operators: Operators = BUILT_IN,
+) -> Loaded:
+    """Load the wanted versions of a deployment root. Never raises for what files say: the reasons are in the result.
+
+    operators: those that policies may use
+    """
+    gate = _Gate(root, deployment, log, clock, operators)
     try:
         device = resolve_device(deployment.device)
         snapshot = gate.snapshot(device)
@@ -80,34 +91,36 @@ def resolve_device(name: str) -> torch.device:
 def load_contract(root: Path, deployment: Deployment) -> Contract:
     """The contract of a root from its newest weights' config.json and headers; no tensor is read.
 
-    Raises Rejected as loading would.
+    Takes seconds where none is stored. Raises Rejected as loading would.
     """
     found = wishes(root, root / deployment.server.state_dir, "weights").found
     if not found:
         raise Rejected("no_weights", "no complete version", location="weights")
-    directory = found[0].directory
+    dtype = resolve_precision(deployment.precision, resolve_device(deployment.device))
+    kind = family(deployment.family)
+    return Contracts(root).of(kind, model_files(found[0].directory), deployment, dtype)
+
+
+def model_files(directory: Path) -> ModelFiles:
+    """What lies beside the tensors of a weights version; their headers are read. Raises Rejected."""
     config = read_json(directory / "config.json")
     if not isinstance(config, dict):
         raise Rejected("bad_json", "is no JSON object", location="config.json")
-    shapes = {name: entry.shape for name, entry in read_entries(directory).items()}
-    dtype = resolve_precision(deployment.precision, resolve_device(deployment.device))
-    kind = family(deployment.family)
-    model = kind.build(ModelFiles(config, directory, shapes), deployment.sid, deployment.limits, dtype)
-    return make_contract(model, config, deployment, _name(dtype))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return ModelFiles(config, directory, {name: entry.shape for name, entry in read_entries(directory).items()})
 
 
 class _Gate:
     """One attempt at a root; remembers what it saw of each version."""
 
-    def __init__(self, root: Path, deployment: Deployment, log: Log, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, root: Path, deployment: Deployment, log: Log, clock: Callable[[], float], operators: Operators
+    ) -> None:
         self._root, self._deployment, self._log, self._clock = root, deployment, log, clock
+        self._operators = operators
         self._state = root / deployment.server.state_dir
         self._notes: dict[tuple[Kind, str], ArtifactStatus] = {}
         self._first: Rejected | None = None
+        self._slots = Slots()
         self.in_force: InForce | None = None
 
     @property
@@ -122,18 +135,18 @@ class _Gate:
             raise seen.problem
         self._look(seen)
         heavy, words, apart = dict[str, Weights](), dict[str, Vocab](), set[tuple[str, str]]()
-        deployment = self._deployment
+        deployment, contracts = self._deployment, Contracts(self._root, self._log)
         while True:
             chosen = choose(self._usable(seen, "weights"), self._usable(seen, "vocab"), apart)
             if chosen.weights is None or chosen.vocab is None:
                 raise self._first or self._nothing(seen, chosen)
             one, other = chosen.weights, chosen.vocab
-            weights = self._load("weights", one, heavy, lambda path: read_weights(path, deployment, device))
+            weights = self._load("weights", one, heavy, lambda path: read_weights(path, deployment, device, contracts))
             if weights is None:
                 continue
             if unread := weights.engine.unread:
                 self._log.info("tensors_unread", version=one.version, tensors=len(unread), one_of_them=unread[0])
-            vocab = self._load("vocab", other, words, lambda path: load_vocab(path, deployment.sid.sizes))
+            vocab = self._load("vocab", other, words, lambda path: read_vocab(path, deployment.sid.sizes))
             if vocab is None:
                 continue
             try:
@@ -189,7 +202,8 @@ class _Gate:
         if option.digest not in loaded:
             directory = self._root / kind / option.version
             try:
-                verify(directory, kind)
+                if kind == "takedowns":  # the others are hashed while they are read
+                    verify(directory, kind)
                 loaded[option.digest] = load(directory)
             except Rejected as error:
                 self._reject(kind, option.version, error)
@@ -214,7 +228,7 @@ class _Gate:
         folder, state = self._root / "policies", self._root / self._deployment.server.state_dir
         listing = scan(folder)  # before the files are read: what changes meanwhile is a change to whoever watches
         files = snapshot(folder, "policies")
-        compile_ = compiler(parts.contract, catalogue_of(parts.vocab, parts.side), Cache())
+        compile_ = compiler(parts.contract, catalogue_of(parts.vocab, parts.side), Cache(self._operators))
         self.in_force = renew(None, files, listing, compile_, self._clock(), load_last_good(state))
         for name, text in self.in_force.problems().items():
             self._log.error("policy_rejected", policy=name, diagnostics=text)
@@ -246,23 +260,6 @@ class Parts:
         return Snapshot(new_id, *parts, side=self.side)
 
 
-class Weights(NamedTuple):
-    """A weights version in memory. config: the model's config.json."""
-
-    engine: Engine
-    config: Mapping[str, object]
-
-
-def read_weights(directory: Path, deployment: Deployment, device: torch.device) -> Weights:
-    """A weights version as the overlay wants it. Raises Rejected."""
-    kind, precision = family(deployment.family), deployment.precision
-    config = read_json(directory / "config.json")
-    if not isinstance(config, dict):
-        raise Rejected("bad_json", "is no JSON object", location="config.json")
-    engine = load_weights(directory, kind, deployment.sid, deployment.limits, precision=precision, device=device)
-    return Weights(engine, config)
-
-
 def bind(
     deployment: Deployment,
     weights: Weights,
@@ -280,7 +277,7 @@ def bind(
     since = now_iso()
     side = side_data(vocab, deployment) if side is None else side
     return Parts(
-        contract=make_contract(engine, weights.config, deployment, _name(engine.dtype)),
+        contract=weights.contract,
         engine=engine,
         weights=ArtifactRef(weights_option.version, weights_option.digest, since),
         vocab=vocab,

@@ -12,8 +12,10 @@ from typing import Final
 
 from app.errors import NotReady
 from app.policies import load
+from app.policies.builtin import BUILT_IN
 from app.policies.cache import Cache
 from app.policies.last_good import Kept
+from app.policies.operators import Operators
 from app.policies.source import Source
 from app.runtime import state_dir
 from app.runtime.background import Background
@@ -34,6 +36,7 @@ class PolicyUpdates:
     """Watches one policy folder and swaps what it gives into the active snapshot. Event loop only.
 
     composing  held by whoever makes the next snapshot out of the active one
+    operators  those that policies may use
     """
 
     def __init__(
@@ -45,12 +48,13 @@ class PolicyUpdates:
         metrics: Metrics,
         log: Log,
         clock: Callable[[], float],
+        operators: Operators = BUILT_IN,
     ) -> None:
         self._directory, self._state_dir = root / SHOWN, state
         self._runtime, self._composing = runtime, composing
         self._metrics, self._log, self._clock = metrics, log, clock
         self._background = Background("policies")
-        self._cache = Cache()
+        self._operators, self._cache = operators, Cache(operators)
         self._savings: set[asyncio.Future[None]] = set()
         state_dir.clean(state)
         self._saved: Mapping[str, Kept] = state_dir.load_last_good(state)
@@ -117,7 +121,8 @@ class PolicyUpdates:
             raise NotReady("there is no contract to check against yet")
         source = Source(f"{SHOWN}/{name}.yaml", text.encode("utf-8", "surrogatepass"))
         folder = replace(state.folder, sources={**state.folder.sources, name: source})
-        compile_ = compiler(active.contract, catalogue_of(active.vocab, active.side), Cache(), active.policies.traffic)
+        cache, traffic = Cache(self._operators), active.policies.traffic
+        compile_ = compiler(active.contract, catalogue_of(active.vocab, active.side), cache, traffic)
         loaded = (await self._background.run(lambda: compile_(folder, {}))).policies[name]
         return {
             "ok": not loaded.errors,
