@@ -115,7 +115,7 @@ def _request(case: RequestCase, file: Path, plan: Plan) -> Request:
         name, _, wanted = case.record.value.partition("#")
         for one in read_records(file.parent / name):
             if one.request.request_id == wanted:
-                return replace(one.request, policy=plan.policy)
+                return replace(one.request, policy=plan.policy, load=case.load or one.request.load)
         raise Rejected("no_record", f"{name} has no request {wanted}")
     asked = case.asked
     assert asked is not None
@@ -128,6 +128,7 @@ def _request(case: RequestCase, file: Path, plan: Plan) -> Request:
         ctx=asked.ctx,
         user=asked.user,
         seed=asked.seed,
+        load=case.load,
     )
 
 

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from app.core import HistoryIds, TokenIds
+from app.core import HistoryIds, Level, TokenIds
 from app.policies.diagnostics import Findings, Span
+from app.policies.names import LEVELS
 from app.policies.source import Broken, Items, Node, Scalar, Source, Table, compose
 from app.policies.traffic import TrafficValues
 from app.policies.values import Entry, Given
@@ -21,7 +22,7 @@ Value = float | bool | str
 """Of a column: a number, a flag, or the label of a category."""
 Codes = frozenset[int]
 
-_CASE = ("policy", "step", "width", "params", "seed", "columns", "parents", "request", "record", "expect")
+_CASE = ("policy", "load", "step", "width", "params", "seed", "columns", "parents", "request", "record", "expect")
 _PARENT = ("score", "logits", "prefix", "trie", "seen", "exclude", "carry", "columns")
 _REQUEST = ("history", "tokens", "k", "exclude", "ctx", "user", "seed")
 _STATUS = ("ok", "underfilled", "no_candidates")
@@ -62,6 +63,7 @@ class StepCase:
     params: Mapping[str, Given[float]] = field(default_factory=dict)
     seed: int = 0
     columns: Mapping[str, Value] = field(default_factory=dict)
+    load: Level | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class RequestCase:
     """A request under a policy, on a whole deployment. asked None: the request `record`, FILE#ID, beside the test file.
 
     items: the whole list · first: how it starts · present, absent: in any place · least: at least so many items
+    load: the level that it is asked at; None = `normal`, or the record's
     """
 
     name: str
@@ -94,6 +97,7 @@ class RequestCase:
     absent: Given[tuple[str, ...]] | None = None
     least: Given[int] | None = None
     status: Given[str] | None = None
+    load: Level | None = None
 
 
 Case = StepCase | RequestCase
@@ -164,6 +168,7 @@ class _Cases(TrafficValues):
             params=self.by_name(given.get("params")),
             seed=seed.value if seed else 0,
             columns={key: self.value(node) for key, node in self.columns(given.get("columns")).items()},
+            load=self.level(given.get("load")),
         )
 
     def parent(self, node: Node) -> Parent | None:
@@ -288,7 +293,13 @@ class _Cases(TrafficValues):
             absent=self.ids(expect.get("absent")),
             least=self.integer(expect["least"][1], "least", 1) if "least" in expect else None,
             status=self.choice(expect.get("status"), _STATUS),
+            load=self.level(given.get("load")),
         )
+
+    def level(self, entry: Entry | None) -> Level | None:
+        """The load level that a test is about."""
+        given = self.choice(entry, LEVELS)
+        return next((one for one in LEVELS if given is not None and one == given.value), None)
 
     def asked(self, entry: Entry) -> Asked | None:
         given = self.fields(entry[1], "a request", _REQUEST)

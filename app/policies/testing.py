@@ -56,7 +56,7 @@ def failure(span: Span, message: str, hint: str, lines: Sequence[str]) -> Diagno
 def run_case(case: StepCase, plan: Plan, contract: Contract, facts: Facts, lines: Sequence[str]) -> Ran:
     """Run one case on a plan compiled for the contract."""
     try:
-        return Ran(case, tuple(_run(case, _with_params(case, plan), contract, facts, lines)))
+        return Ran(case, tuple(_run(case, _with_params(case, plan.at(case.load or "normal")), contract, facts, lines)))
     except Unfit as error:
         return Ran(case, (failure(error.span, f"{case.name}: {error.message}", error.hint, lines),))
 

@@ -92,10 +92,9 @@ class Gauge:
         """now: monotonic seconds"""
         self._settings, self._reading = settings, first(now)
 
-    def observe(self, now: float, backlog: float) -> Level:
-        """Take note of a backlog, in full batches that wait; the level now."""
+    def observe(self, now: float, backlog: float) -> None:
+        """Take note of a backlog that has changed, in full batches that wait."""
         self._reading = after(self._reading, now, backlog, self._settings)
-        return self._reading.level
 
     def read(self, now: float) -> Reading:
         """The gauge now, if nothing has changed since it was last told."""

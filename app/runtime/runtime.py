@@ -217,8 +217,7 @@ class Runtime:
         now = self._clock()
         if request.deadline is not None and now >= request.deadline:
             raise Expired("the deadline had passed at admission")
-        level = self._gauge.observe(now, self._batcher.backlog)
-        choice = self._admission.choose(request, snapshot, level)
+        choice = self._admission.choose(request, snapshot, self._gauge.read(now).level)
         plan, planned = choice.plan, choice.planned
         self._batcher.check(max(planned[:-1]), request.deadline)
         admitted = self._admission.admit(request, choice, snapshot)
@@ -234,6 +233,7 @@ class Runtime:
         self._cutovers.admitted(snapshot.id, running=self._batcher.running > 0)
         self._open[id(ticket)] = (job, admitted)
         self._batcher.submit(job)
+        self._gauge.observe(now, self._batcher.backlog)
         return ticket
 
     def _formed(self, batch: Batch) -> None:
@@ -251,6 +251,7 @@ class Runtime:
         """A job left the queue unserved."""
         missed = isinstance(job.ticket.gone(self._clock()), Expired)
         (self._metrics.deadline_missed_total if missed else self._metrics.cancelled_total).labels("queue").inc()
+        self._gauge.observe(self._clock(), self._batcher.backlog)
         self._close(job)
 
     def _close(self, job: Job) -> Admitted:
