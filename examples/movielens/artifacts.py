@@ -36,6 +36,24 @@ k = 500
 [server]
 admin_auth = "none"       # on loopback only
 policy_override = true    # the demo's requests may name a policy
+
+[attributes]              # what policies may read of a prefix, from the films below it
+fresh = {{of = "year", as = "share", least = 2010}}
+any_fresh = {{of = "year", as = "any", least = 2010}}
+category = {{of = "genre", as = "same"}}
+cold = {{of = "ratings", as = "any", most = 5}}
+
+[priors]
+popularity = {{of = "ratings"}}
+
+[lists]
+old = {{of = "year", most = 1949}}
+
+[request.user]            # what policies may read of a request: numbers with a default for those that bring none ...
+age_days = {{default = 365, low = 0, high = 36500}}
+
+[request.ctx]             # ... and texts, with the values that they are compared with
+device = ["phone", "tv", "web"]
 """
 
 
@@ -54,10 +72,12 @@ def load_config(directory: Path) -> OneRecConfig:
 
 
 def write_catalogue(split: Split, sids: npt.NDArray[np.int32], file: Path) -> None:
-    """The films as JSON lines for `widebeam vocab import --format jsonl`: id, SID, title, year, genres, first genre."""
+    """The films as JSON lines for `widebeam vocab import --format jsonl`: id, SID, title, year, genres, first genre, and
+    ratings in the training part."""
+    ratings = np.bincount(np.concatenate(split.train), minlength=len(split.films)).tolist()
     with file.open("wb") as out:
-        for film, sid in zip(split.films, sids.tolist(), strict=True):
-            attrs: dict[str, str | int] = {"title": film.title}
+        for film, sid, count in zip(split.films, sids.tolist(), ratings, strict=True):
+            attrs: dict[str, str | int] = {"title": film.title, "ratings": count}
             if film.year is not None:
                 attrs["year"] = film.year
             if film.genres:

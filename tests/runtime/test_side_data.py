@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from app.config import parse
-from app.errors import Rejected
 from app.policies.reference import score_step
 from app.policies.reference_final import Listed, expand, final_list
 from app.policies.reference_select import select_step
 from app.runtime.loader import load_root
 from app.runtime.logs import make_log
 from app.runtime.state import TRANSITIONS
-from app.vocab.manifest import Kind
+from app.runtime.takedowns import Takedowns
 from tests import support
-from tests.runtime.test_policy_search import HISTORY, SIZES, Oracle, assert_same
+from tests.live_support import live_server
+from tests.runtime.test_policy_search import HISTORY, SIZES, Oracle
 
 TABLES = """
 [attributes]
@@ -130,8 +130,7 @@ class SideOracle(Oracle):
                 of.setdefault(tuple(item["sid"][:depth]), []).append(item)
         codes = range(SIZES[t - 1])
         made = [
-            [columns(of.get((*row, code), []), of.get(tuple(row), [])) for code in codes]
-            for row in prefixes.tolist()
+            [columns(of.get((*row, code), []), of.get(tuple(row), [])) for code in codes] for row in prefixes.tolist()
         ]
         extra = {key: np.array([[one[key] for one in row] for row in made]) for key in made[0][0]}
         extra = {key: value.astype(np.float32) if value.dtype == float else value for key, value in extra.items()}
@@ -188,3 +187,143 @@ def test_policies_that_read_declared_columns_answer_as_the_sequential_search(tmp
         assert want or job.request.policy == "out_there", job.request.policy
         assert got == [id_ for id_, _ in want], job.request.policy
         np.testing.assert_allclose(ranked.scores, [score for _, score in want], atol=1e-4, err_msg=job.request.policy)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def problems(tmp_path, **policies: str) -> str:
+    _, loaded = snapshot_of(tmp_path, policies=policies)
+    return "\n".join(loaded.in_force.problems().values())
+
+
+def test_names_that_are_not_declared_are_refused_with_what_is_meant(tmp_path):
+    text = problems(tmp_path, a="steps: {all: {rank: score + attr.fresch}}\n", b="final: {mask: item.colt}\n")
+    assert "T002" in text and "did you mean `fresh`?" in text
+    assert "item has no `colt`" in text and "did you mean `cold`?" in text
+
+
+def test_an_attribute_is_read_from_its_first_step_on(tmp_path):
+    text = problems(tmp_path, a="steps: {all: {quota: ['cap(attr.category, max=3)']}}\n")
+    assert "K007" in text and "`attr.category` is not defined at step 1" in text and "from step 2" in text
+
+
+def test_masks_read_nothing_but_any(tmp_path):
+    text = problems(
+        tmp_path,
+        a="steps: {all: {mask: trie and attr.hits > 3}}\n",
+        b="steps: {all: {mask: trie and not attr.any_fresh}}\n",
+    )
+    assert "a.yaml" in text and "K016" in text
+    assert "b.yaml" not in text
+
+
+def test_a_boost_is_weighed_by_what_the_catalogue_has(tmp_path):
+    _, loaded = snapshot_of(tmp_path, policies={"a": "steps: {all: {rank: score + 2 * attr.newest}}\n"})
+    [finding] = loaded.in_force.policies.policies["a"].findings
+    years = [item["attrs"].get("year", 1950) for item in CATALOGUE]
+    reach = 2 * (max(years) - min(by_sid(max).values()))
+    assert finding.rule.code == "W005" and f"{reach:g} nats" in finding.message
+
+
+def by_sid(join) -> dict[tuple[int, ...], int]:
+    """The years of each SID's items, joined."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for item in CATALOGUE:
+        found.setdefault(tuple(item["sid"]), []).append(item["attrs"].get("year", 1950))
+    return {sid: join(years) for sid, years in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("table", "code", "place"),
+    [
+        ('[attributes]\nx = {of = "yeer", as = "max"}\n', "no_such_attribute", "deployment.toml: attributes.x"),
+        ('[attributes]\nx = {of = "genre", as = "mean"}\n', "attribute_type", "deployment.toml: attributes.x"),
+        ('[lists]\nx = {of = "ad", is = "yes"}\n', "attribute_type", "deployment.toml: lists.x"),
+    ],
+)
+def test_what_the_catalogue_cannot_give_keeps_a_root_from_serving(tmp_path, table, code, place):
+    _, loaded = snapshot_of(tmp_path, table, policies={})
+    assert loaded.snapshot is None
+    [reason] = loaded.reasons
+    assert (reason.code, reason.location) == (code, place)
+
+
+# ---- take-downs and exclusions -------------------------------------------------------------------------------------
+
+
+def test_items_that_are_taken_down_still_count_in_what_is_declared(tmp_path):
+    """Aggregates are of the vocab version: a prefix that leads to something fresh says so although that is gone."""
+    sids = [[0, 0, 0], [0, 0, 1], [1, 1, 1]]
+    years = [2015, 1995, 2016]
+    catalogue = [{"id": f"i{at}", "sid": sids[at], "attrs": {"year": years[at], "ratings": 1}} for at in range(3)]
+    table = '[attributes]\nany_fresh = {of = "year", as = "any", least = 2010}\n'
+    policies = {"only_fresh": POLICIES["only_fresh"]}
+    deployment, loaded = snapshot_of(tmp_path, table, policies, catalogue)
+    down = loaded.snapshot.having(takedowns=Takedowns("t1", "t1", ids=("i0",)))
+    column, vocab = down.side.columns["attr.any_fresh"].nodes, down.vocab
+    assert column[vocab.step([0], [0])[0]]
+    job = support.job_of(down, deployment, (), policy="only_fresh")
+    assert vocab.ids(support.run_batch([job])[0].items) == ["i2"]  # i0 is gone, and i1 is not fresh
+
+
+def test_an_advertisement_that_shares_its_sid_needs_the_mask_of_the_list_too(tmp_path):
+    catalogue = [{"id": f"i{at}", "sid": [0, 0, 0], "attrs": {"ad": int(at == 0)}} for at in range(2)]
+    policies = {
+        "beam": "steps: {all: {mask: trie and not blocked.ads}}\n",
+        "both": "steps: {all: {mask: trie and not blocked.ads}}\nfinal: {expand: 'sid(max_items=2)', "
+        "mask: not blocked.ads}\n",
+    }
+    deployment, loaded = snapshot_of(tmp_path, '[lists]\nads = {of = "ad"}\n', policies, catalogue)
+    jobs = [support.job_of(loaded.snapshot, deployment, (), policy=name) for name in policies]
+    assert [loaded.snapshot.vocab.ids(one.items) for one in support.run_batch(jobs)] == [["i0"], ["i1"]]
+
+
+def test_excluded_items_leave_their_place_to_the_next_by_the_same_number(tmp_path):
+    catalogue = [{"id": f"i{at}", "sid": [0, 0, 0], "attrs": {"quality": at % 3}} for at in range(6)]
+    catalogue.append({"id": "i6", "sid": [0, 0, 0]})
+    policies = {"by": "final: {expand: 'sid(max_items=4, by=item.quality)', limit: 9}\n"}
+    policies["all"] = policies["by"].replace("max_items=4", "max_items=9")
+    deployment, loaded = snapshot_of(tmp_path, "", policies, catalogue)
+    jobs = [
+        support.job_of(loaded.snapshot, deployment, (), policy="by"),
+        support.job_of(loaded.snapshot, deployment, (), policy="by", exclude=("i2", "i1")),
+        support.job_of(loaded.snapshot, deployment, (), policy="all"),
+    ]
+    got = [loaded.snapshot.vocab.ids(one.items) for one in support.run_batch(jobs)]
+    assert got == [["i2", "i5", "i1", "i4"], ["i5", "i4", "i0", "i3"], ["i2", "i5", "i1", "i4", "i0", "i3", "i6"]]
+
+
+# ---- while a server runs -------------------------------------------------------------------------------------------
+
+
+async def test_what_is_declared_changes_while_a_server_runs_and_what_cannot_be_made_is_refused(tmp_path):
+    policies = {"only_fresh": HEAD + POLICIES["only_fresh"]}
+    root = support.write_root(tmp_path / "root", SIZES, CATALOGUE, policies, extra="# tables\n")
+    file = root / "deployment.toml"
+    async with live_server(root) as server:
+        before = await server.status()
+        assert before["policies"]["only_fresh"]["errors"][0]["code"] == "T002"
+        file.write_text(file.read_text().replace("# tables", TABLES))
+        status = await server.settles(lambda status: status["policies"]["only_fresh"]["state"] == "live")
+        assert status["active"]["contract"] != before["active"]["contract"]
+        fresh = {item["id"] for item in CATALOGUE if item["attrs"].get("year", 0) >= 2010}
+        answer = await server.recommend("i1", policy="only_fresh")
+        assert answer["items"]
+        first_of_sid = {tuple(item["sid"]): item["id"] for item in reversed(CATALOGUE)}
+        sids = {tuple(item["sid"]) for item in CATALOGUE if item["id"] in fresh}
+        assert {item["id"] for item in answer["items"]} <= {first_of_sid[sid] for sid in sids}
+
+        bare = [{**item, "attrs": {"year": 2000, "ad": 0, "genre": "war"}} for item in CATALOGUE]  # no ratings
+        support.write_vocab(root, SIZES, bare, version="v2")
+        status = await server.settles(
+            lambda status: any(one["state"] == "rejected" for one in status["artifacts"] if one["version"] == "v2")
+        )
+        [reason] = [one["reason"] for one in status["artifacts"] if one["version"] == "v2"]
+        assert reason["code"] == "no_such_attribute" and "`ratings`" in reason["message"]
+        assert status["active"]["vocab"]["version"] == "v1"
+
+        file.write_text(file.read_text().replace('of = "year", as = "max"', 'of = "yaer", as = "max"'))
+        status = await server.settles(lambda status: status["deployment"]["state"] == "rejected")
+        assert "did you mean `year`?" in status["deployment"]["reason"]["message"]
+        assert (await server.recommend("i1", policy="only_fresh"))["items"] == answer["items"]
