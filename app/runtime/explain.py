@@ -14,10 +14,9 @@ from torch import Tensor
 from app.core import ExplainedItem, ExplainedStep, Explanation, Ranked, Survivors
 from app.policies.plan import Scored, StepInputs
 from app.runtime.contexts import batch_inputs
-from app.runtime.final import rank_items
+from app.runtime.final import expand, rank_items
 from app.runtime.job import Job
 from app.runtime.selection import Selection
-from app.runtime.snapshot import Int64s
 from app.runtime.state import BatchState, Transition
 
 EVERYTHING = 1 << 40
@@ -228,10 +227,7 @@ def _final(job: Job, whole: Ranked, id_: str, item: int) -> ExplainedItem:
 
 
 def _expanded(job: Job, item: int) -> bool:
-    """Whether the item is among the first `per_sid` of its SID that may be listed."""
+    """Whether the item is among those of its SID that the request gets."""
     vocab = job.snapshot.vocab
-    low, high = vocab.leaf_range([int(vocab.leaf_of[item])])
-    own: Int64s = np.arange(low[0], high[0])
-    if job.excluded is not None:
-        own = own[~np.isin(own, job.excluded.items)]
-    return item in own[: job.plan.per_sid]
+    _, items = expand(job, *vocab.leaf_range([int(vocab.leaf_of[item])]))
+    return item in items
