@@ -5,7 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from app.config import Deployment, Limits, Log, Server, SidConfig, parse, read_small
+from app.config import (
+    NO_FIELDS,
+    Deployment,
+    Limits,
+    Load,
+    Log,
+    RequestFields,
+    Server,
+    SidConfig,
+    UserField,
+    parse,
+    read_small,
+)
 from app.errors import BadDeployment
 
 GOOD = 'family = "onerec"\n[sid]\nsizes = [64, 64, 64]\n'
@@ -75,9 +87,58 @@ def test_records_are_off_users_are_hashed_and_testers_force_nothing_unless_the_f
         assert word in bad.value.message
 
 
+REQUEST = """\
+[request.user]
+age = {default = 3, low = 0, high = 10}
+taste = {}
+[request.ctx]
+country = ["BR"]
+device = []
+"""
+
+
+def test_fields_of_requests_are_declared_with_defaults_ranges_and_texts():
+    found = parse(GOOD + REQUEST).request
+    assert found.user == {"age": UserField(default=3.0, low=0.0, high=10.0), "taste": UserField()}
+    assert found.ctx == {"country": ("BR",), "device": ()}
+    assert parse(GOOD).request == NO_FIELDS
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("low = 0", "low = 11", 2, "`low` 11 above `high` 10"),
+        ("default = 3", "default = 11", 2, "the default 11 outside 0 to 10"),
+        ("default = 3", "default = nan", 1, ">= -1e+30"),
+        ("high = 10", "high = inf", 1, "<= 1e+30"),
+        ("taste", '"no name"', 0, "matching regex"),
+        ("[]", "[1]", 4, "Expected `str`"),
+    ],
+)
+def test_a_declaration_that_contradicts_itself_is_refused_with_its_line(old, new, line, words):
+    with pytest.raises(BadDeployment) as bad:
+        parse(GOOD + REQUEST.replace(old, new, 1))
+    assert words in bad.value.message
+    assert bad.value.line >= GOOD.count("\n") + line if line else True
+
+
+def test_load_thresholds_have_defaults_and_must_be_in_order():
+    assert parse(GOOD).load == Load(busy=1.0, quiet=0.1, window_s=1.0, hold_s=30.0)
+    for text, words in (
+        ("quiet = 1", "`quiet` 1 is not below `busy` 1"),
+        ("hold_s = 0.5", ">= 1.0"),
+        ("busy = nan", "> 0"),
+        ("window = 3", "unknown field"),
+    ):
+        with pytest.raises(BadDeployment) as bad:
+            parse(GOOD + f"[load]\n{text}\n")
+        assert words in bad.value.message
+        assert bad.value.line >= GOOD.count("\n") + 1
+
+
 def test_every_key_is_on_the_page():
     page = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text()
-    keys = [key for part in (SidConfig, Limits, Server, Log) for key in part.__struct_fields__]
+    keys = [key for part in (SidConfig, Limits, Server, Log, RequestFields, Load) for key in part.__struct_fields__]
     assert [key for key in keys if f"`{key}`" not in page] == []
 
 
