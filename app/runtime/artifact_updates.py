@@ -20,7 +20,7 @@ from app.runtime.ledger import Ledger
 from app.runtime.logs import Log
 from app.runtime.overlay import Overlay, overlay
 from app.runtime.policy_updates import PolicyUpdates
-from app.runtime.preparing import Refused, Want
+from app.runtime.preparing import NoSlot, Refused, Want
 from app.runtime.residents import Resident
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
@@ -289,12 +289,21 @@ class ArtifactUpdates:
                 self._refuse(error.kind, error.version, error.error)
         except Rejected as error:
             self._set_apart(want, error)
+        except NoSlot as error:
+            self._note_no_slot(want, error)
+            await asyncio.sleep(QUIET_S)  # and once more, for whatever is wanted then
         else:
             versions = {kind: option.version for kind, option in want.options}
             took = round(1e3 * (clock() - began), 1)
             self._log.info("snapshot_ready", snapshot=resident.snapshot.id, prepare_ms=took, **versions)
             return resident
         return None
+
+    def _note_no_slot(self, want: Want, error: NoSlot) -> None:
+        """Weights wait until a slot is free; requests never do."""
+        version = want.weights.version
+        if self._ledger.state("weights", version) in {State.DISCOVERED, State.WAITING}:
+            self._ledger.move("weights", version, State.WAITING, reason=Reason("no_slot", str(error)))
 
     def _tell(self) -> None:
         told, self.told = self.told, asyncio.Event()

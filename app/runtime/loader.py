@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,11 +14,9 @@ import torch
 from app.config import Deployment
 from app.core import Contract
 from app.engine.engine import Engine
-from app.engine.families.base import ModelFiles
 from app.engine.registry import family
 from app.engine.slots import Slots
-from app.engine.tokens import read_json
-from app.engine.weights import read_entries, resolve_precision
+from app.engine.weights import resolve_precision
 from app.errors import Rejected
 from app.policies.builtin import BUILT_IN
 from app.policies.cache import Cache
@@ -29,7 +27,7 @@ from app.runtime.contracts import Contracts
 from app.runtime.desired import Chosen, Option, choose, usable, wishes
 from app.runtime.in_force import InForce, compiler, renew
 from app.runtime.logs import Log
-from app.runtime.reading import Weights, read_vocab, read_weights
+from app.runtime.reading import Weights, model_files, read_vocab, read_weights
 from app.runtime.snapshot import ArtifactRef, DeviceTrie, Policies, Snapshot, snapshot_id
 from app.runtime.state_dir import load_last_good
 from app.runtime.states import State
@@ -101,14 +99,6 @@ def load_contract(root: Path, deployment: Deployment) -> Contract:
     return Contracts(root).of(kind, model_files(found[0].directory), deployment, dtype)
 
 
-def model_files(directory: Path) -> ModelFiles:
-    """What lies beside the tensors of a weights version; their headers are read. Raises Rejected."""
-    config = read_json(directory / "config.json")
-    if not isinstance(config, dict):
-        raise Rejected("bad_json", "is no JSON object", location="config.json")
-    return ModelFiles(config, directory, {name: entry.shape for name, entry in read_entries(directory).items()})
-
-
 class _Gate:
     """One attempt at a root; remembers what it saw of each version."""
 
@@ -141,7 +131,9 @@ class _Gate:
             if chosen.weights is None or chosen.vocab is None:
                 raise self._first or self._nothing(seen, chosen)
             one, other = chosen.weights, chosen.vocab
-            weights = self._load("weights", one, heavy, lambda path: read_weights(path, deployment, device, contracts))
+            weights = self._load(
+                "weights", one, heavy, lambda path: read_weights(path, deployment, device, contracts, self._slots)
+            )
             if weights is None:
                 continue
             if unread := weights.engine.unread:

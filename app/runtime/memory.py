@@ -17,13 +17,13 @@ SPARE: Final = 64 << 20
 
 
 def needed(directory: Path, deployment: Deployment, device: torch.device) -> int:
-    """Bytes of a version's parameters in the engine's dtype, and of its largest tensor once more while it is cast.
+    """Bytes of a version's parameters in the engine's dtype; it is read in pieces, which count as spare.
 
     Raises Rejected where the headers cannot be read.
     """
     size = resolve_precision(deployment.precision, device).itemsize
     numbers = [math.prod(entry.shape) for entry in read_entries(directory).values()]
-    return size * sum(numbers) + 8 * max(numbers, default=0)
+    return size * sum(numbers)
 
 
 def free(device: torch.device) -> int | None:
@@ -34,10 +34,10 @@ def free(device: torch.device) -> int | None:
     return min(known, default=None)
 
 
-def check_fits(directory: Path, deployment: Deployment, device: torch.device) -> None:
-    """Raise Rejected("no_memory") where a version would not fit."""
-    want, have = needed(directory, deployment, device), free(device)
-    if have is not None and want + SPARE > have:
+def check_fits(directory: Path, deployment: Deployment, device: torch.device, reused: int = 0) -> None:
+    """Raise Rejected("no_memory") where a version would not fit. reused: bytes of free slots, which it gets first."""
+    want, have = max(0, needed(directory, deployment, device) - reused), free(device)
+    if have is not None and want and want + SPARE > have:
         message = f"{want >> 20} MiB are needed beside what is loaded, {have >> 20} MiB are free"
         raise Rejected("no_memory", message)
 

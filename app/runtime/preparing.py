@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-import msgspec
 import torch
 
 from app.config import Deployment
+from app.engine.slots import Slots
 from app.errors import Rejected
 from app.runtime.background import Background
+from app.runtime.contracts import Contracts
 from app.runtime.desired import Option
-from app.runtime.loader import Parts, Weights, bind, read_weights
+from app.runtime.loader import Parts, bind
 from app.runtime.memory import check_fits
+from app.runtime.reading import Weights, read_vocab, read_weights
 from app.runtime.residents import Resident
 from app.runtime.states import State
 from app.vocab.aggregates import SideData, tables
-from app.vocab.artifact import load_vocab
-from app.vocab.manifest import Kind, verify
+from app.vocab.manifest import Kind, read_manifest
 
-T = TypeVar("T")
+
+class Digested(Protocol):
+    """Content that knows which bytes it was made of."""
+
+    @property
+    def digest(self) -> str:
+        """The version's digest."""
+
+
+T = TypeVar("T", bound=Digested)
 
 
 class Want(NamedTuple):
@@ -49,46 +59,60 @@ class Refused(Exception):
         self.kind, self.version, self.error = kind, version, error
 
 
+class NoSlot(Exception):
+    """Every weight slot is in use: by what serves, by what is kept for a rollback, by requests on older versions."""
+
+
 class Preparation:
-    """One set on its way into memory. moved: called on the loop with (kind, version, state) as a version goes on."""
+    """One set on its way into memory.
+
+    slots: where weights go · moved: called on the loop with (kind, version, state) as a version goes on
+    """
 
     def __init__(
         self,
         root: Path,
         device: torch.device,
+        slots: Slots,
         background: Background,
         moved: Callable[[Kind, Option, State], None],
     ) -> None:
-        self._root, self._device, self._background, self._moved = root, device, background, moved
+        self._root, self._device, self._slots = root, device, slots
+        self._background, self._moved = background, moved
 
     async def parts(self, want: Want, residents: Iterable[Resident]) -> Parts:
-        """Load what no resident has, and bind it. Raises Refused for a version, Rejected where two do not fit."""
+        """Load what no resident has, and bind it. Raises Refused for a version, Rejected where two do not fit,
+        NoSlot where weights have nowhere to go yet."""
         residents = tuple(residents)
         weights = _weights(want, residents)
         if weights is None:
+            if self._slots.full:
+                raise NoSlot("every weight slot is in use; requests on older versions have to end first")
             weights = await self._load("weights", want.weights, lambda path: self._read_weights(path, want.deployment))
         vocab = next((one.snapshot.vocab for one in residents if one.vocab.digest == want.vocab.digest), None)
         if vocab is None:
-            vocab = await self._load("vocab", want.vocab, lambda path: load_vocab(path, want.deployment.sid.sizes))
+            vocab = await self._load("vocab", want.vocab, lambda path: read_vocab(path, want.deployment.sid.sizes))
         for kind, option in want.options:
             self._moved(kind, option, State.VALIDATING)
         side = _side(want, residents)
         return await self._background.run(lambda: bind(want.deployment, weights, want.weights, vocab, want.vocab, side))
 
     def _read_weights(self, directory: Path, deployment: Deployment) -> Weights:
-        check_fits(directory, deployment, self._device)
-        return read_weights(directory, deployment, self._device)
+        check_fits(directory, deployment, self._device, self._slots.free_bytes)
+        return read_weights(directory, deployment, self._device, Contracts(self._root), self._slots)
 
     async def _load(self, kind: Kind, option: Option, read: Callable[[Path], T]) -> T:
-        """Digests first, then the content. Raises Refused."""
+        """The manifest first, then the content, which is hashed while it is read. Raises Refused."""
         directory = self._root / kind / option.version
         try:
             self._moved(kind, option, State.VERIFYING)
-            await self._background.run(lambda: _verified(directory, kind, option))
+            _check_same((await self._background.run(lambda: read_manifest(directory, kind))).digest, option)
             self._moved(kind, option, State.LOADING)
-            return await self._background.run(lambda: read(directory))
+            found = await self._background.run(lambda: read(directory))
+            _check_same(found.digest, option)
         except Rejected as error:
             raise Refused(kind, option.version, error) from error
+        return found
 
 
 def _weights(want: Want, residents: Iterable[Resident]) -> Weights | None:
@@ -96,7 +120,7 @@ def _weights(want: Want, residents: Iterable[Resident]) -> Weights | None:
     mine = want.weights.digest, want.deployment
     for one in residents:
         if (one.weights.digest, one.deployment) == mine:
-            return Weights(one.snapshot.engine, msgspec.json.decode(one.snapshot.contract.config))
+            return Weights(one.snapshot.engine, one.snapshot.contract)
     return None
 
 
@@ -107,6 +131,6 @@ def _side(want: Want, residents: Iterable[Resident]) -> SideData | None:
     return next((side for digest, side in sides if (digest, side.declared) == mine), None)
 
 
-def _verified(directory: Path, kind: Kind, option: Option) -> None:
-    if verify(directory, kind).digest != option.digest:
+def _check_same(digest: str, option: Option) -> None:
+    if digest != option.digest:
         raise Rejected("changed_on_disk", "the version has changed while it was being looked at")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from app.config import Deployment
+from app.engine.slots import Slots
 from app.errors import Rejected
 from app.runtime.background import Background
 from app.runtime.desired import Option
@@ -22,13 +23,15 @@ from app.runtime.policy_updates import PolicyUpdates
 from app.runtime.preparing import Preparation, Want
 from app.runtime.residents import Resident, Residents, adopted
 from app.runtime.runtime import Runtime
-from app.runtime.snapshot import Snapshot
+from app.runtime.snapshot import BatchKey, Snapshot
 from app.runtime.states import MOVES, State
 from app.runtime.status import now_iso
 from app.vocab.manifest import Kind
 
 IN_MEMORY: Final = frozenset({State.ACTIVE, State.READY, State.DRAINING})
 HEAVY: Final[tuple[Kind, ...]] = ("weights", "vocab")
+FIXED_SLOTS: Final = 2
+"""Weight slots beside those for rollbacks: one serves, one is written."""
 
 
 class Stage:
@@ -77,10 +80,15 @@ class Stage:
         return next((one for one in self.residents if want.met_by(one)), None)
 
     async def prepare(self, want: Want) -> Resident:
-        """Everything up to `ready`. Raises Refused for a version, Rejected where the set does not work together."""
+        """Everything up to `ready`. Raises Refused for a version, Rejected where the set does not work together, NoSlot
+        where its weights have nowhere to go until requests on older ones have ended."""
         active = self._runtime.active
         assert active is not None, "updates begin when something serves"
-        preparation = Preparation(self._root, active.engine.device, self._background, self._moved)
+        slots = active.engine.slot.slots if active.engine.slot else Slots()
+        slots.most = FIXED_SLOTS + active.contract.limits.rollback
+        if slots.full:
+            self._supersede(active.batch_key)
+        preparation = Preparation(self._root, active.engine.device, slots, self._background, self._moved)
         parts = await preparation.parts(want, self.residents)
         snapshot, state = await self._composed(parts.snapshot(active.policies))
         await self._background.run(lambda: self._runtime.allocate(snapshot))
@@ -91,6 +99,12 @@ class Stage:
         self.residents.put(resident)
         self._mark()
         return resident
+
+    def _supersede(self, active: BatchKey) -> None:
+        """Give up what was made ready and never served: something newer needs its slot."""
+        for key in self.residents.leave_unserved(active):
+            self.residents.idle(key)
+        self._mark()
 
     async def promote(self, resident: Resident, cause: str) -> Snapshot:
         """Admit new requests on a resident. Raises Rejected where the policies in force cannot serve with it."""

@@ -15,8 +15,10 @@ import torch
 from app.cli.compose import read_deployment
 from app.errors import Rejected
 from app.runtime import memory, preparing, state_dir
+from app.runtime.contracts import Contracts
 from app.runtime.desired import Option
-from app.runtime.loader import bind, read_weights
+from app.runtime.loader import bind
+from app.runtime.reading import read_weights
 from app.vocab.artifact import load_vocab
 from app.vocab.manifest import read_manifest
 from app.vocab.publish import commit, draft
@@ -74,7 +76,7 @@ class Truth:
                 (self.root / "vocab" / vocab_version, "vocab"),
             ]
             options = [Option.of(read_manifest(place, kind)) for place, kind in places]
-            engine = read_weights(places[0][0], deployment, torch.device("cpu"))
+            engine = read_weights(places[0][0], deployment, torch.device("cpu"), Contracts(self.root))
             parts = bind(deployment, engine, options[0], load_vocab(places[1][0], SIZES), options[1])
             text = (self.root / "policies" / f"{policy}.yaml").read_text()
             plans = {policy: support.plan_of(parts.contract, text, name=policy)}
@@ -387,10 +389,14 @@ async def test_what_does_not_fit_is_refused_before_it_is_read_and_rollbacks_make
         assert len((await server.settles(serving("v2")))["snapshots"]) == 2
         left[0] = memory.SPARE
         weights(root, "v3", 2)
-        status = await server.settles(lambda status: state_of(status, "weights", "v3")["state"] == "rejected")
-        assert state_of(status, "weights", "v3")["reason"]["code"] == "no_memory"
-        assert [one["weights"]["version"] for one in status["snapshots"]] == ["v2"]
-        assert serving("v2")(status)
+        status = await server.settles(serving("v3"))
+        assert [one["weights"]["version"] for one in status["snapshots"]] == ["v3", "v2"], "v1 has made room"
+        monkeypatch.setattr(memory, "needed", lambda *_: 1 << 40)
+        weights(root, "v4", 3)
+        status = await server.settles(lambda status: state_of(status, "weights", "v4")["state"] == "rejected")
+        assert state_of(status, "weights", "v4")["reason"]["code"] == "no_memory"
+        assert [one["weights"]["version"] for one in status["snapshots"]] == ["v3"]
+        assert serving("v3")(status)
 
 
 async def test_a_model_that_fails_its_made_up_request_never_serves(tmp_path, monkeypatch):

@@ -1,0 +1,81 @@
+"""Versions from the disk into memory: every byte is read once, and hashed while it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from app.config import Deployment
+from app.core import Contract
+from app.engine.engine import Engine
+from app.engine.families.base import ModelFiles
+from app.engine.registry import family
+from app.engine.slots import Slots
+from app.engine.tokens import read_json
+from app.engine.weights import load as load_weights
+from app.engine.weights import read_entries, resolve_precision
+from app.errors import Rejected
+from app.runtime.contracts import Contracts
+from app.vocab import artifact
+from app.vocab.manifest import verify
+from app.vocab.vocab import Vocab
+
+NOT_OF_BYTES: Final = frozenset({"bad_family", "export_failed", "no_memory", "no_slot", "unsupported_precision"})
+"""Refusals that say nothing about a version's content."""
+
+
+class Weights(NamedTuple):
+    """A weights version in memory, under the contract that the overlay makes with it. digest: of the bytes read."""
+
+    engine: Engine
+    contract: Contract
+    digest: str = ""
+
+
+def read_weights(
+    directory: Path,
+    deployment: Deployment,
+    device: torch.device,
+    contracts: Contracts,
+    slots: Slots | None = None,
+) -> Weights:
+    """A weights version as the overlay wants it, in a slot. Raises Rejected.
+
+    Bytes that are not the manifest's are refused as such, whatever else was found in them.
+    """
+    manifest = verify(directory, "weights", lambda name: not _is_streamed(name))
+    sha256 = {name: entry.sha256 for name, entry in manifest.files.items() if _is_streamed(name)}
+    kind, precision = family(deployment.family), deployment.precision
+    try:
+        contract = contracts.of(kind, model_files(directory), deployment, resolve_precision(precision, device))
+        engine = load_weights(
+            directory, kind, deployment.sid, deployment.limits,
+            precision=precision, device=device, slots=slots, sha256=sha256,
+        )  # fmt: skip
+    except Rejected as error:
+        if error.code not in NOT_OF_BYTES:
+            verify(directory, "weights")
+        raise
+    return Weights(engine, contract, manifest.digest)
+
+
+def model_files(directory: Path) -> ModelFiles:
+    """What lies beside the tensors of a weights version; their headers are read. Raises Rejected."""
+    config = read_json(directory / "config.json")
+    if not isinstance(config, dict):
+        raise Rejected("bad_json", "is no JSON object", location="config.json")
+    return ModelFiles(config, directory, {name: entry.shape for name, entry in read_entries(directory).items()})
+
+
+def read_vocab(directory: Path, sizes: Sequence[int]) -> Vocab:
+    """A vocab version, with the files beside its table checked, too. Raises Rejected."""
+    verify(directory, "vocab", lambda name: name != artifact.FILE)
+    return artifact.load_vocab(directory, sizes)
+
+
+def _is_streamed(name: str) -> bool:
+    """Whether the engine reads a file, and hashes it then."""
+    return name.endswith(".safetensors") and "/" not in name
