@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from pathlib import Path
 from typing import Final, Literal, Protocol
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -115,6 +117,41 @@ class AdminAuth:
         return None
 
 
+class SameOrigin:
+    """Without tokens the admin port trusts this machine, and a browser on it runs other people's pages. So a request
+    must name this machine, not a name that somebody's DNS leads here, and must not come from another site's page."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI scope."""
+        if scope["type"] == "http" and not self._own(scope["headers"]):
+            refusal = errors.Forbidden("this admin port has no tokens: it answers this machine's own requests only")
+            scope["widebeam"].error = refusal
+            await errors.reply(refusal, media.header(scope["headers"], b"accept"))(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    @staticmethod
+    def _own(headers: media.Headers) -> bool:
+        host = media.header(headers, b"host")
+        origin = media.header(headers, b"origin")
+        site = media.header(headers, b"sec-fetch-site")
+        if origin and urlsplit(origin).netloc != host:
+            return False
+        return _names_an_address(host) and site in {"", "same-origin", "none"}
+
+
+def _names_an_address(host: str) -> bool:
+    """Whether a Host header is `localhost` or an IP address: no DNS answer can be behind it."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
 class HasStatus(Protocol):
     """Whoever knows the whole state of the server: the front door, or what steers it."""
 
@@ -131,7 +168,10 @@ def routes(front: HasStatus, readiness: Readiness, metrics: Metrics) -> APIRoute
         document = {"counters": metrics.counters(), **front.status()}
         reasons = readiness.reasons()
         document |= {"ready": not reasons, "reasons": list(reasons)}
-        return Response(media.ENCODE[media.JSON](document), 200, {"cache-control": "no-store"}, media.JSON)
+        headers = {"cache-control": "no-store"}
+        if "epoch" in document:
+            headers["etag"] = f'"{document["epoch"]}"'
+        return Response(media.ENCODE[media.JSON](document), 200, headers, media.JSON)
 
     described = openapi.operation("status", tag="admin", answers={200: dict}, errors=(401, 403))
     router.add_api_route("/status", status, **described)

@@ -1,4 +1,7 @@
-"""The admin routes of live updates: policies and the kill switch."""
+"""The admin routes of live updates: policies, the kill switch, snapshots.
+
+Writes take `If-Match: "EPOCH"`, the ETag of what the operator saw: 412 where something was decided or cut over since.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from app.errors import InvalidRequest, Refused, Rejected
 from app.runtime.control import Control, Document, Kind
 
 T = TypeVar("T", bound=msgspec.Struct)
-REFUSED: Final = (400, 401, 403, 422, 503)
+REFUSED: Final = (400, 401, 403, 412, 422, 503)
+MAX_HISTORY: Final = 200
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 PolicyName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]*$", max_length=64)]
 
@@ -51,8 +55,9 @@ def routes(control: Control) -> APIRouter:
         """The policies in force, and what is wrong with their files."""
         return answer(control.policies())
 
-    async def reload() -> Response:
+    async def reload(request: Request) -> Response:
         """Read the policy folder now: 200 where everything in it is in force, 422 with the findings where not."""
+        match(request, control)
         document = await control.reload_policies()
         if document["last_attempt_ok"]:
             return answer(document)
@@ -68,8 +73,9 @@ def routes(control: Control) -> APIRouter:
     async def kill(request: Request) -> Response:
         """Kill or revive policies and experiments from the next admission on."""
         asked = await body(request, Kill)
+        match(request, control)
         try:
-            return answer(await control.kill(asked.kill, asked.revive))
+            return decided(await control.kill(asked.kill, asked.revive), control)
         except OSError as error:
             raise Refused(f"the kill cannot be kept: {error.strerror}") from error
 
@@ -86,7 +92,14 @@ def _snapshots(router: APIRouter, control: Control) -> None:
 
     async def snapshots() -> Response:
         """The snapshots in memory, and what is asked for."""
-        return answer(control.snapshots())
+        return decided(control.snapshots(), control)
+
+    async def history(request: Request) -> Response:
+        """The newest `limit` cutovers (50 where it is not given), oldest first."""
+        limit = int(number(request, "limit", MAX_HISTORY, 50))
+        found = control.status()["history"]
+        assert isinstance(found, list)
+        return answer({"history": found[-limit:] if limit else []})
 
     async def promote_versions(request: Request) -> Response:
         """Pin versions, load them where they are not in memory, serve them: 200, or 202 after `wait` seconds."""
@@ -98,42 +111,46 @@ def _snapshots(router: APIRouter, control: Control) -> None:
             versions["vocab"] = asked.vocab
         if not versions:
             raise InvalidRequest("name weights, vocab or both", path="$")
-        document = await _decided(control.ask(versions, _number(request, "wait", 600)))
-        return answer(document, 200 if document["state"] == "active" else 202)
+        wait_s = number(request, "wait", 600)
+        match(request, control)
+        document = await _decided(control.ask(versions, wait_s))
+        return decided(document, control, 200 if document["state"] == "active" else 202)
 
-    async def promote(snapshot: str) -> Response:
+    async def select(request: Request, snapshot: str, cause: str) -> Response:
+        match(request, control)
+        return decided(await _decided(control.select(snapshot, cause)), control)
+
+    async def promote(request: Request, snapshot: str) -> Response:
         """Pin a snapshot that is in memory and admit on it at once."""
-        return answer(await _decided(control.select(snapshot, "promote")))
+        return await select(request, snapshot, "promote")
 
-    async def rollback(snapshot: str) -> Response:
+    async def rollback(request: Request, snapshot: str) -> Response:
         """The same, for the way back."""
-        return answer(await _decided(control.select(snapshot, "rollback")))
+        return await select(request, snapshot, "rollback")
 
-    async def pin(snapshot: str) -> Response:
+    async def pin(request: Request, snapshot: str) -> Response:
         """The same, in order to stay: newer versions prepare, and wait."""
-        return answer(await _decided(control.select(snapshot, "pin")))
+        return await select(request, snapshot, "pin")
 
-    async def unpin() -> Response:
+    async def unpin(request: Request) -> Response:
         """Follow release.json, or the newest versions, again."""
+        match(request, control)
         try:
-            return answer(control.unpin())
+            return decided(control.unpin(), control)
         except OSError as error:
             raise Refused(f"the decision cannot be kept: {error.strerror}") from error
 
-    async def events(request: Request) -> Response:
-        """What happened to versions, pins and snapshots after event number `after`, oldest first."""
-        return answer({"events": control.events(int(_number(request, "after", 2**53)))})
-
-    async def drain() -> Response:
+    async def drain(request: Request) -> Response:
         """Refuse new requests; what is queued or running finishes."""
-        return answer(control.drain())
+        match(request, control)
+        return decided(control.drain(), control)
 
     _add(router, "/snapshots", snapshots, "GET", "snapshots")
     _add(router, "/snapshots:promote", promote_versions, "POST", "snapshots_promote", Versions)
     _add(router, "/snapshots:unpin", unpin, "POST", "snapshots_unpin")
     for verb, handler in (("promote", promote), ("rollback", rollback), ("pin", pin)):
         _add(router, f"/snapshots/{{snapshot}}:{verb}", handler, "POST", f"snapshot_{verb}")
-    _add(router, "/events", events, "GET", "events")
+    _add(router, "/history", history, "GET", "history")
     _add(router, "/drain", drain, "POST", "drain")
 
 
@@ -163,6 +180,27 @@ def answer(document: Document, status: int = 200) -> Response:
     return Response(media.ENCODE[media.JSON](document), status, {"cache-control": "no-store"}, media.JSON)
 
 
+def match(request: Request, control: Control) -> None:
+    """Raise EpochChanged where If-Match names other epochs than the present one. Nothing may wait between this and the
+    decision."""
+    given = media.header(request.scope["headers"], b"if-match")
+    tags = {tag.strip() for tag in given.split(",") if tag.strip()}
+    if tags and not tags & {"*", etag(control)}:
+        raise errors.EpochChanged("somebody decided, or something was cut over, since; look again", path="If-Match")
+
+
+def etag(control: Control) -> str:
+    """The epoch as an entity tag."""
+    return f'"{control.epoch}"'
+
+
+def decided(document: Document, control: Control, status: int = 200) -> Response:
+    """A document that somebody may decide by, or that says what was decided: with the epoch as its ETag."""
+    reply = answer(document, status)
+    reply.headers["etag"] = etag(control)
+    return reply
+
+
 async def body(request: Request, kind: type[T]) -> T:
     """A JSON body as a struct. Raises MalformedBody, or InvalidRequest with the field's path."""
     try:
@@ -174,9 +212,11 @@ async def body(request: Request, kind: type[T]) -> T:
         raise errors.MalformedBody(f"the body is not JSON: {error}") from error
 
 
-def _number(request: Request, name: str, most: float) -> float:
-    """A number of the query from 0 to `most`; 0 where it is not given. Raises InvalidRequest."""
-    text = request.query_params.get(name, "0")
+def number(request: Request, name: str, most: float, otherwise: float = 0) -> float:
+    """A number of the query from 0 to `most`; `otherwise` where it is not given. Raises InvalidRequest."""
+    text = request.query_params.get(name)
+    if text is None:
+        return otherwise
     try:
         value = float(text)
     except ValueError:

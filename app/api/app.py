@@ -10,11 +10,12 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from app.api import admin_assignments, admin_live, errors, health, openapi, wire
-from app.api.admin import AdminAuth, Tokens
+from app.api import admin_assignments, admin_events, admin_live, aliases, errors, health, openapi, wire
+from app.api.admin import AdminAuth, SameOrigin, Tokens
 from app.api.admin import routes as admin_routes
 from app.api.health import Readiness
 from app.api.middleware import BodyGuard, Edge
+from app.api.pages import Console
 from app.api.recommend import ARM_HEADER, TIMEOUT_HEADERS, Recommend
 from app.config import Deployment
 from app.runtime.control import Control
@@ -48,8 +49,10 @@ def public(
     log: Log,
     readiness: Readiness,
     clock: Callable[[], float] = time.monotonic,
+    control: Control | None = None,
 ) -> ASGIApp:
-    """The public application: POST /v1/recommend, health, metrics, /openapi.json."""
+    """The public application: POST /v1/recommend, health, metrics, versions under other servers' names,
+    /openapi.json. control: as in `admin`."""
     app = _fastapi("Widebeam", "Recommendations by generative models with wide beams.", "/openapi.json")
     recommend = Recommend(front, deployment, metrics, clock)
     described = openapi.operation(
@@ -63,6 +66,8 @@ def public(
     )
     app.add_api_route("/v1/recommend", recommend.post, methods=["POST"], **described)
     app.include_router(health.routes(readiness, metrics))
+    models = aliases.Models(deployment.server.model_name, deployment.family, control or front, readiness)
+    app.include_router(aliases.routes(models))
     openapi.install(app, (recommend.body, wire.Answer, wire.Live, wire.Ready))
     return _wrap(app, deployment, log, readiness, clock)
 
@@ -77,17 +82,20 @@ def admin(
     clock: Callable[[], float] = time.monotonic,
     control: Control | None = None,
 ) -> ASGIApp:
-    """The admin application, everything under /admin/v1. tokens None = no authentication (loopback only: `server`);
-    control None = nothing changes while this server runs."""
+    """The admin application: everything under /admin/v1, and the console.
+
+    tokens None = no authentication (loopback only: `server`); control None = nothing changes while this server runs
+    """
     app = _fastapi("Widebeam admin", "Status and control of one server.", "/admin/v1/openapi.json")
     app.include_router(admin_routes(control or front, readiness, metrics), prefix="/admin/v1")
     if control is not None:
         app.include_router(admin_live.routes(control), prefix="/admin/v1")
+        app.include_router(admin_events.routes(control, readiness), prefix="/admin/v1")
     app.include_router(admin_assignments.routes(front), prefix="/admin/v1")
     scheme = {"token": {"type": "http", "scheme": "bearer"}}
     openapi.install(app, admin_live.BODIES if control else (), security=None if tokens is None else scheme)
-    guarded: ASGIApp = app if tokens is None else AdminAuth(app, tokens)
-    return _wrap(guarded, deployment, log, readiness, clock)
+    guarded: ASGIApp = SameOrigin(app) if tokens is None else AdminAuth(app, tokens)
+    return _wrap(Console(guarded), deployment, log, readiness, clock)
 
 
 def _fastapi(title: str, description: str, document: str) -> FastAPI:

@@ -9,7 +9,10 @@ InvalidRequest
 ├── NotFound             404
 ├── MethodNotAllowed     405
 ├── Unauthorized         401  admin only
-└── Forbidden            403  admin only
+├── Forbidden            403  admin only
+└── EpochChanged         412  admin only
+
+TooManyStreams is a Refused (503).
 """
 
 from __future__ import annotations
@@ -78,6 +81,18 @@ class Forbidden(errors.InvalidRequest):
     code = "forbidden"
 
 
+class EpochChanged(errors.InvalidRequest):
+    """If-Match names an epoch that has passed: somebody decided, or something was cut over, meanwhile."""
+
+    code = "epoch_changed"
+
+
+class TooManyStreams(errors.Refused):
+    """As many clients follow the events as this server lets."""
+
+    code = "too_many_streams"
+
+
 STATUS: Final[Mapping[type[BaseException], int]] = {
     errors.WidebeamError: 500,
     errors.InvalidRequest: 422,
@@ -88,6 +103,7 @@ STATUS: Final[Mapping[type[BaseException], int]] = {
     MethodNotAllowed: 405,
     NotAcceptable: 406,
     SlowBody: 408,
+    EpochChanged: 412,
     BodyTooLarge: 413,
     UnsupportedMedia: 415,
     errors.Cancelled: 499,

@@ -27,8 +27,9 @@ QUIET: Final = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/re
 class Record:
     """What is known about one request by the end of it; `scope["widebeam"]`. Handlers add to it."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, method: str) -> None:
         self.request_id = request_id
+        self.method = method
         self.header_id = request_id.encode()
         self.status: int | None = None
         self.outcome = "ok"
@@ -72,13 +73,12 @@ class Exchange:
 
     def __init__(self, edge: Edge, scope: Scope, receive: Receive, send: Send) -> None:
         self._edge = edge
-        self._method = scope["method"]
+        self.record = Record(request_id(scope["headers"]), scope["method"])
         # HEAD is GET without a body: the server drops it by its own scope, so the application needs a copy
-        self._scope = scope = {**scope, "method": "GET"} if self._method == "HEAD" else scope
+        self._scope = scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         self._receive = receive
         self._send = send
         self._start = edge.clock()
-        self.record = Record(request_id(scope["headers"]))
         scope["widebeam"] = self.record
 
     async def run(self) -> None:
@@ -117,7 +117,7 @@ class Exchange:
         route = getattr(scope.get("route"), "path", "unmatched")
         facts: dict[str, object] = {
             "request_id": record.request_id,
-            "method": self._method,
+            "method": record.method,
             "route": route,
             "status": record.status,
             "outcome": record.outcome if error is None else errors.outcome_of(error),

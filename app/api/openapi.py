@@ -22,6 +22,7 @@ MEANING: Final = {
     404: "There is no such thing",
     406: "Accept allows neither JSON nor msgpack",
     408: "The body did not arrive in time",
+    412: "If-Match names an epoch that has passed; look again",
     413: "The body is too large",
     415: "Neither JSON nor msgpack, or compressed",
     422: "A field is wrong; `path` names it",

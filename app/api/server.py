@@ -75,7 +75,7 @@ async def serve(
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(_listen(server.host, port)) for port in (server.port, server.admin_port)]
         addresses = Addresses(*(_url(server.host, listener) for listener in sockets))
-        public = Listener(apps.public(front, deployment, metrics, log, readiness), server, sockets[0])
+        public = Listener(apps.public(front, deployment, metrics, log, readiness, control=control), server, sockets[0])
         admin_app = apps.admin(front, deployment, metrics, log, readiness, tokens, control=control)
         admin = Listener(admin_app, server, sockets[1])
         if stop is None:

@@ -14,6 +14,8 @@ from app.policies.rules import RULES, Rule
 
 CROP = 100
 """Longest piece of a source line that is shown."""
+SOURCE = 500
+"""Longest piece of a source line that is handed on as data."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,6 +59,7 @@ class Diagnostic:
             "severity": self.rule.severity,
             "message": self.message,
             "help": self.help,
+            "source": self.excerpt.rstrip()[:SOURCE],
         }
 
 

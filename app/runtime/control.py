@@ -48,8 +48,20 @@ class Control(Protocol):
     def unpin(self) -> Document:
         """Follow release.json, or the newest versions, again. Idempotent."""
 
+    @property
+    def epoch(self) -> str:
+        """Another one after every change of the active snapshot and every operator's decision; never the same one
+        twice, not even by another process."""
+
     def events(self, after: int) -> list[Document]:
         """The newest events with a number above `after`, oldest first."""
+
+    async def told(self, after: int) -> None:
+        """Wait until there is an event with a number above `after`."""
+
+    @property
+    def boot(self) -> str:
+        """Names this process: events are numbered anew by the next one."""
 
     def drain(self) -> Document:
         """Refuse new requests, finish what is queued or running, stay alive. Idempotent."""

@@ -1,7 +1,7 @@
 """How long the newest answers took: quantiles of a moving window, at a fixed cost for each answer.
 
-Answers are counted in buckets 4 % wide, in one row of buckets a second; a quantile is within 2.5 % of its answer's time. A
-row ends early where a cutover needs to tell what came before it from what came after it.
+Answers are counted in buckets 4 % wide, in one row of buckets a second; a quantile is within 2.5 % of its answer's
+time. A row ends early where a cutover needs to tell what came before it from what came after it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from app.errors import Rejected
@@ -19,9 +22,11 @@ Key = tuple[str, str]
 class Ledger:
     """States of versions by kind and version. Event loop only. Every change is an event and a line of the log."""
 
-    def __init__(self, log: Log, metrics: Metrics) -> None:
-        self._log, self._metrics = log, metrics
+    def __init__(self, log: Log, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._metrics, self._clock = log, metrics, clock
         self._known: dict[Key, ArtifactStatus] = {}
+        self._began: dict[Key, float] = {}
+        self._news = asyncio.Event()
         self._events: deque[dict[str, object]] = deque(maxlen=EVENTS)
         self._number = 0
 
@@ -57,14 +62,14 @@ class Ledger:
 
     def reject(self, kind: str, version: str, error: Rejected) -> None:
         """A version was refused, with the place as it is called from the root."""
-        place = f"{kind}/{version}" + (f"/{error.location}" if error.location else "")
         if self.state(kind, version) is not State.REJECTED:
             self._metrics.rejections_total.labels(kind).inc()
-        self.move(kind, version, State.REJECTED, reason=Reason(error.code, error.message, place))
+        self.move(kind, version, State.REJECTED, reason=Reason.of(error, f"{kind}/{version}"))
 
     def forget(self, kind: str, version: str) -> None:
         """A version is neither on the disk nor in memory any more."""
         self._known.pop((kind, version), None)
+        self._began.pop((kind, version), None)
 
     def versions(self, kind: str) -> tuple[str, ...]:
         """The known versions of a kind."""
@@ -78,14 +83,26 @@ class Ledger:
         """The newest events with a number above `after`, oldest first."""
         return [event for event in self._events if isinstance(event["number"], int) and event["number"] > after]
 
+    async def told(self, after: int) -> None:
+        """Wait until there is an event with a number above `after`."""
+        while self._number <= after:
+            await self._news.wait()
+
     def note(self, event: str, **facts: object) -> None:
         """Something happened that is no change of a version's state."""
         self._number += 1
         self._events.append({"number": self._number, "at": now_iso(), "event": event, **facts})
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
     def _event(self, now: ArtifactStatus, before: str | None) -> None:
         self.note("artifact", before=before, **now.document())
         say = self._log.error if now.state == State.REJECTED else self._log.info
-        reason = now.reason.document() if now.reason else {}
+        facts = now.reason.document() if now.reason else {}
+        key, clock = (now.kind, now.version), self._clock()
+        if before is None or now.state == State.DISCOVERED:
+            self._began[key] = clock
+        if now.state == State.REJECTED:
+            facts["ms"] = round(1e3 * (clock - self._began.get(key, clock)), 1)
         name = "artifact_rejected" if now.state == State.REJECTED else "artifact"
-        say(name, kind=now.kind, version=now.version, state=str(now.state), before=before, digest=now.digest, **reason)
+        say(name, kind=now.kind, version=now.version, state=str(now.state), before=before, digest=now.digest, **facts)

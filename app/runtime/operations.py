@@ -15,6 +15,7 @@ from app.runtime.ledger import Ledger
 from app.runtime.logs import Log
 from app.runtime.residents import Resident
 from app.runtime.runtime import Runtime
+from app.runtime.snapshot import Snapshot
 from app.runtime.states import State
 from app.vocab.manifest import FILE as MANIFEST
 from app.vocab.manifest import Kind, is_version
@@ -50,13 +51,16 @@ class Operations:
 
         Raises InvalidRequest where it is not in memory, Rejected where the policies cannot serve with it.
         """
+        began = asyncio.get_running_loop().time()
         resident, before = self._named(snapshot_id), self._pin()
+        was = self._runtime.active
         await self._write_pin({"weights": resident.weights.version, "vocab": resident.vocab.version}, cause)
         try:
             snapshot = await self._artifacts.stage.promote(resident, cause)
         except Rejected:
             await self._restore(before)
             raise
+        self._decided(cause, was, began)
         return {"snapshot": snapshot.id, "state": "active", "pin": self._pin()}
 
     async def ask(self, versions: dict[Kind, str], wait_s: float) -> Document:
@@ -68,6 +72,7 @@ class Operations:
             if not is_version(version):
                 raise InvalidRequest(f"{version[:128]!r} cannot be a version", path=f"$.{kind}")
             self._check(kind, version)
+        began, was = asyncio.get_running_loop().time(), self._runtime.active
         await self._write_pin(versions, "promote")
         end = asyncio.get_running_loop().time() + min(wait_s, MAX_WAIT_S)
         while not self._serves(versions):
@@ -81,6 +86,7 @@ class Operations:
                 continue
             for kind, version in versions.items():
                 self._check(kind, version)
+        self._decided("promote", was, began)
         active = self._runtime.active
         return {"snapshot": active.id if active else None, "state": "active", "pin": self._pin()}
 
@@ -131,6 +137,16 @@ class Operations:
             return msgspec.json.decode(data) if data else None
         except msgspec.DecodeError:
             return None
+
+    def _decided(self, cause: str, was: Snapshot | None, began: float) -> None:
+        """One line of the log for a decision that was carried out: why, what, and how long that took."""
+        active = self._runtime.active
+        assert active is not None, "what was decided serves"
+        self._log.info(
+            "decision", cause=cause, snapshot=active.id, before=was.id if was else None,
+            weights=active.weights.version, vocab=active.vocab_ref.version,
+            ms=round(1e3 * (asyncio.get_running_loop().time() - began), 1),
+        )  # fmt: skip
 
     def _note(self, cause: str, versions: dict[Kind, str]) -> None:
         self._ledger.note("pin", cause=cause, versions=dict(versions))

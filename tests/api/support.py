@@ -205,7 +205,7 @@ async def connect(url: str) -> AsyncIterator[Client]:
 
 def message(body: bytes = b"", path: str = "/v1/recommend", method: str = "POST", **headers: str | None) -> bytes:
     """A whole request. Header names with _ for -; None leaves a header out."""
-    lines: dict[str, str | None] = {"host": "test", "content-type": "application/json"}
+    lines: dict[str, str | None] = {"host": "localhost", "content-type": "application/json"}
     lines |= {"content-length": str(len(body))} if body or method == "POST" else {}
     lines |= {name.replace("_", "-"): value for name, value in headers.items()}
     head = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items() if v is not None)

@@ -26,7 +26,7 @@ def application(make=public, **extra):
 def document(make=public, path="/openapi.json", **extra):
     async def fetch():
         transport = httpx.ASGITransport(application(make, **extra))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return (await client.get(path)).json()
 
     return asyncio.run(fetch())
@@ -47,7 +47,10 @@ def test_the_document_is_valid_and_says_what_the_types_say():
     assert set(post["requestBody"]["content"]) == {"application/json", "application/msgpack"}
     assert set(post["responses"]) == {"200", "400", "406", "408", "413", "415", "422", "429", "503", "504"}
     assert set(found["paths"]) == {
-        "/v1/recommend", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics"
+        "/v1/recommend", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics",
+        "/v1/models/{model}", "/v1/models/{model}/versions/{version}", "/v2", "/v2/models/{model}",
+        "/v2/models/{model}/ready", "/v2/models/{model}/versions/{version}",
+        "/v2/models/{model}/versions/{version}/ready",
     }  # fmt: skip
 
 
@@ -64,7 +67,7 @@ def test_every_example_is_a_request_that_is_served():
 
     async def post(value):
         transport = httpx.ASGITransport(application())
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post("/v1/recommend", json=value)
 
     for example in examples.values():
@@ -96,7 +99,7 @@ def test_an_answer_validates_against_the_document():
 
     async def post():
         transport = httpx.ASGITransport(application())
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post("/v1/recommend", json=GOLDEN)
 
     answer = msgspec.json.decode(asyncio.run(post()).content)

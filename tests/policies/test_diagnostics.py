@@ -64,6 +64,7 @@ def test_the_data_of_a_finding_has_the_fields_that_editors_use():
             "severity": "warning",
             "message": "m",
             "help": "h",
+            "source": "abc",
         }
     ]
 
