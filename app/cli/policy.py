@@ -16,9 +16,10 @@ from app.cli.policy_plan import plan as plan_command
 from app.cli.policy_replay import replay_command
 from app.cli.policy_test import test_command
 from app.policies.compile import check_policy, lower
-from app.policies.diagnostics import Diagnostic, render, suggest
+from app.policies.diagnostics import Diagnostic, listing, render, suggest
 from app.policies.explain import explain as explained
 from app.policies.explain import explain_text
+from app.policies.facts import Facts
 from app.policies.format import fmt as formatted
 from app.policies.load import Folder, compile_folder, snapshot
 from app.policies.operator_pages import describe, overview
@@ -106,19 +107,30 @@ def show(
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    root: Annotated[
+        Path | None, typer.Option(help="Deployment root whose declared names go into the hover text")
+    ] = None,
+) -> None:
     """Print the JSON Schema of policy files, for editors; operators of installed packages are in it."""
-    print_json(policy_schema(installed()))
+    print_json(policy_schema(installed(), None if root is None else deployed(root).facts))
 
 
 @app.command("help")
 def help_(
-    word: Annotated[str | None, typer.Argument(help="A code such as K003, or an operator such as top_p")] = None,
+    word: Annotated[
+        str | None, typer.Argument(help="A code such as K003, an operator such as top_p, or a declared name, attr.x")
+    ] = None,
+    root: Root = Path(),
 ) -> None:
-    """Print what a code means and how to mend it, or what an operator does; every operator where nothing is given."""
+    """Print what a code means and how to mend it, what an operator does, or what a name of ROOT is (attr. = all of
+    them); every operator where nothing is given."""
     operators = installed()
     if word is None:
         typer.echo(overview(operators))
+        return
+    if "." in word:
+        typer.echo(_declared(word, deployed(root).facts))
         return
     if word in operators.known:
         typer.echo(describe(operators[word]))
@@ -161,6 +173,16 @@ app.command("diff")(diff)
 app.command("plan")(plan_command)
 app.command("replay")(replay_command)
 app.command("test")(test_command)
+
+
+def _declared(word: str, facts: Facts) -> str:
+    """What a deployment declares under a name, or under all names that begin so."""
+    found = [
+        f"{key}: {one.text}" for key, one in sorted(facts.items()) if key == word or word in (".", one.space + ".")
+    ]
+    if not found:
+        raise typer.BadParameter(f"{word} is not declared; {suggest(word, facts) or listing(sorted(facts))}")
+    return "\n".join(found)
 
 
 def _folder(path: Path) -> tuple[Folder, list[str]]:

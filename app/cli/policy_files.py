@@ -17,7 +17,7 @@ from app.core import Contract
 from app.policies.builtin import BUILT_IN
 from app.policies.cache import Cache
 from app.policies.diagnostics import render
-from app.policies.facts import Catalogue
+from app.policies.facts import Catalogue, Facts, facts_of
 from app.policies.last_good import Kept
 from app.policies.load import Folder, PolicySet, compile_folder, snapshot
 from app.policies.operators import Operators
@@ -47,6 +47,11 @@ class Deployed(NamedTuple):
     def state(self) -> Path:
         """The server's own directory."""
         return self.root / self.deployment.server.state_dir
+
+    @property
+    def facts(self) -> Facts:
+        """Everything that is declared for policies to read."""
+        return facts_of(self.contract, self.catalogue)
 
     def cache(self) -> Cache:
         """What compiles them, empty."""

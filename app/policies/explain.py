@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from app.core import Contract
 from app.policies.check_contract import Catalogue, planned, trie_prefixes
+from app.policies.facts import facts_of
 from app.policies.names import FINAL_PHASES, STEP_PHASES, Phase
 from app.policies.plan import Plan
 from app.policies.read import Widths
@@ -65,6 +66,7 @@ def explain(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue
             one.name: {"value": one.value, "range": [one.low, one.high], "from": f"{one.span.file}:{one.span.line}"}
             for one in policy.params.values()
         },
+        "columns": _columns(plan, contract, catalogue),
         "underfill": plan.underfill,
         "plugins": [
             {"name": one.name, "from": one.source, "version": one.version, "precut": one.precut} for one in plan.plugins
@@ -105,6 +107,7 @@ def explain_text(policy: Policy, plan: Plan, contract: Contract, catalogue: Cata
         f"  operator {one.signature} version {one.version}, precut class {one.precut} <- package {one.source}"
         for one in plan.plugins
     ]
+    out += [f"  reads {key}, {text}" for key, text in _columns(plan, contract, catalogue).items()]
     for shape, before, after, phases, program in zip(
         contract.steps, (1, *rows), rows, policy.steps, plan.structure.steps, strict=False
     ):
@@ -122,6 +125,13 @@ def explain_text(policy: Policy, plan: Plan, contract: Contract, catalogue: Cata
     if plan.underfill == "error":
         out.append("  a list shorter than asked fails the request (underfill: error)")
     return "\n".join(out)
+
+
+def _columns(plan: Plan, contract: Contract, catalogue: Catalogue | None) -> dict[str, str]:
+    """What a plan reads of what the deployment declares, and what that is."""
+    uses = set().union(*(step.uses for step in plan.structure.steps), plan.final.uses if plan.final else ())
+    known = facts_of(contract, catalogue)
+    return {key: known[key].text for key in sorted(uses | {plan.by}) if key in known}
 
 
 def _lines(values: Mapping[str, Resolved], phases: Mapping[str, Phase]) -> list[str]:

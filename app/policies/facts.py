@@ -45,6 +45,15 @@ class Column(NamedTuple):
         return f"{self.space}.{self.name}"
 
     @property
+    def text(self) -> str:
+        """What it is, in a line for people: `number 0 to 1 from step 2: share of ...`."""
+        known = float("-inf") < self.low <= self.high < float("inf")
+        form = {"condition": "flag", "text": f"text, {len(self.labels) or 'many'} values"}.get(self.form, "number")
+        limits = f" {self.low:g} to {self.high:g}" if known else ""
+        first = f" from step {self.first}" if self.first > 1 else ""
+        return f"{form}{limits}{first}" + (f": {self.about}" if self.about else "")
+
+    @property
     def dependence(self) -> Dependence:
         """How it depends on the candidate."""
         if self.space in ("user", "ctx"):
@@ -65,7 +74,7 @@ Facts = Mapping[str, Column]
 
 def facts_of(contract: Contract, catalogue: Catalogue | None) -> Facts:
     """The heads and request fields of the contract and the columns of the catalogue."""
-    heads = [Column("head", one.name, fixed=one.scope == "row") for one in contract.heads]
+    heads = [Column("head", one.name, fixed=one.scope == "row", about="output of the model") for one in contract.heads]
     fields = request_columns(contract.request)
     return {one.key: one for one in (*heads, *fields, *(catalogue.columns if catalogue else ()))}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.policies.builtin import BUILT_IN
-from app.policies.names import FINAL_PHASES, NORMALIZE, OWN_LEVELS, STEP_PHASES, Phase
+from app.policies.facts import Facts
+from app.policies.names import FINAL_PHASES, NORMALIZE, OWN_LEVELS, SPACES, STEP_PHASES, Phase
 from app.policies.operators import Operators
 from app.policies.read import MAX_LINES, MAX_PARAMS
 from app.policies.values import LANGUAGE
@@ -13,10 +14,11 @@ from app.policies.values import LANGUAGE
 Schema = dict[str, object]
 
 
-def schema(operators: Operators = BUILT_IN) -> Schema:
-    """Keys, forms and ranges; expressions are strings to it."""
+def schema(operators: Operators = BUILT_IN, facts: Facts | None = None) -> Schema:
+    """Keys, forms and ranges; expressions are strings to it. facts: what a deployment declares, for the hover text."""
+    declared = facts or {}
     text: Schema = {"type": "string"}
-    step = {"type": "object", "additionalProperties": False, "properties": _phases(STEP_PHASES, operators)}
+    step = {"type": "object", "additionalProperties": False, "properties": _phases(STEP_PHASES, operators, declared)}
     widths: Schema = {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1}
     own: Schema = {
         "type": "object",
@@ -65,19 +67,29 @@ def schema(operators: Operators = BUILT_IN) -> Schema:
                 "patternProperties": {"^(all|first|last|[1-9][0-9]?)$": step},
                 "description": "phases by step; a number wins over first and last, these over all",
             },
-            "final": {"type": "object", "additionalProperties": False, "properties": _phases(FINAL_PHASES, operators)},
+            "final": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": _phases(FINAL_PHASES, operators, declared, "final."),
+            },
         },
     }
 
 
-def _phases(phases: Mapping[str, Phase], operators: Operators) -> Schema:
-    return {phase.name: _phase(phase, operators) for phase in phases.values() if phase.available}
+def _phases(phases: Mapping[str, Phase], operators: Operators, facts: Facts, scope: str = "") -> Schema:
+    def readable(phase: Phase) -> str:
+        spaces = SPACES.get(scope + phase.name) or ({"item"} if scope else {"attr", "boosted"})
+        names = [f"{key} ({one.text})" for key, one in sorted(facts.items()) if one.space in spaces]
+        takes = phase.form in ("number", "condition", "field") or phase.name in ("quota", "expand")
+        return f". Declared: {'; '.join(names)}" if takes and names else ""
+
+    return {one.name: _phase(one, operators, readable(one)) for one in phases.values() if one.available}
 
 
-def _phase(phase: Phase, known: Operators) -> Schema:
+def _phase(phase: Phase, known: Operators, declared: str) -> Schema:
     about = phase.about + (f" (default: {phase.default})" if phase.default else "")
     operators = "; ".join(f"{one.signature}: {one.about}" for one in known.of(phase.name))
-    description = f"{about}. {operators}" if operators else about
+    description = (f"{about}. {operators}" if operators else about) + declared
     if phase.form == "choice":
         return {"enum": list(NORMALIZE), "description": description}
     if phase.form == "count":

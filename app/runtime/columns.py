@@ -43,15 +43,16 @@ def catalogue_of(vocab: Vocab, side: SideData = NOTHING) -> Catalogue:
         columns[key] = _prefix(key, one, vocab)
         space, _, name = key.partition(".")
         if space == "attr" and name != "id":
-            own = Column("item", name, columns[key].form, labels=columns[key].labels)
+            about = f"what {key} is of the item alone"
+            own = Column("item", name, columns[key].form, labels=columns[key].labels, about=about)
             columns.setdefault(own.key, own)
     return Catalogue(tuple(vocab.trie.prefixes[1:]), tuple(columns.values()))
 
 
 def _item(name: str, attribute: Attribute) -> Column:
     if isinstance(attribute, Texts):
-        return Column("item", name, "text", labels=_labels(attribute))
-    return Column("item", name)
+        return Column("item", name, "text", labels=_labels(attribute), about="attribute of the items")
+    return Column("item", name, about="attribute of the items")
 
 
 def _labels(attribute: Texts) -> tuple[str, ...]:
@@ -62,7 +63,7 @@ def _labels(attribute: Texts) -> tuple[str, ...]:
 
 def _prefix(key: str, one: Side, vocab: Vocab) -> Column:
     space, _, name = key.partition(".")
-    count = int(one.items.sum()) if one.items is not None and one.items.dtype == bool else 0
+    count = 0 if one.items is None else int(np.count_nonzero(one.items))
     meaning = _MEANING.get(one.aggregate, "{aggregate} of `{of}` over the items below")
     about = meaning.format(aggregate=one.aggregate, of=one.of, count=f"{count} items")
     column = Column(_SPACES[space], name, first=one.first, aggregate=one.aggregate, about=about)

@@ -6,6 +6,7 @@ import jsonschema
 import pytest
 import yaml
 
+from app.policies.facts import Column
 from app.policies.names import FINAL_PHASES, STEP_PHASES
 from app.policies.schema import schema
 
@@ -14,6 +15,24 @@ SHIPPED = sorted(one for one in (Path(__file__).parents[2] / "policies").glob("*
 
 def test_the_schema_is_one():
     jsonschema.Draft202012Validator.check_schema(schema())
+
+
+def test_hover_texts_name_what_the_deployment_declares_where_it_can_be_read():
+    columns = (
+        Column("attr", "fresh", low=0, high=1, first=2, about="share of what is new"),
+        Column("item", "genre", "text", labels=("a", "b"), about="attribute of the items"),
+    )
+    made = schema(facts={one.key: one for one in columns})
+    [step] = made["properties"]["steps"]["patternProperties"].values()
+    final = made["properties"]["final"]["properties"]
+    line = "attr.fresh (number 0 to 1 from step 2: share of what is new)"
+    assert {name for name, one in step["properties"].items() if line in one["description"]} == {
+        "mask", "score", "rank", "quota",
+    }  # fmt: skip
+    line = "item.genre (text, 2 values: attribute of the items)"
+    assert {name for name, one in final.items() if line in one["description"]} == {
+        "expand", "mask", "score", "dedupe", "quota",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

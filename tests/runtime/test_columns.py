@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
+from app.config import Attribute, Items, Prior
 from app.policies.compile import compile_policy
+from app.policies.facts import Column
 from app.policies.source import Source
 from app.runtime.columns import MAX_LABELS, catalogue_of, item_columns
 from app.runtime.contract import make_contract
 from app.runtime.snapshot import ArtifactRef, DeviceTrie, Snapshot
+from app.vocab.aggregates import side_data
 from app.vocab.items import Numbers, Strings, Table, Texts
 from app.vocab.vocab import make_vocab
 from tests import support
@@ -54,6 +58,39 @@ def test_attributes_are_declared_by_the_names_that_expressions_can_spell():
     assert columns["studio"].labels == ("a", "b", "ü")
     assert columns["title"].labels == ()
     assert columns["stock"].form == "number"
+
+
+def test_what_is_declared_of_prefixes_is_readable_of_items_unless_they_have_it_themselves():
+    made = vocab()
+    tables = {
+        "stock": Attribute(of="stock", as_="max", default=9),
+        "plenty": Attribute(of="stock", as_="any", least=2),
+        "house": Attribute(of="studio", as_="same", from_=2),
+    }
+    deployment = support.deployment_of(SIZES)
+    deployment = msgspec.structs.replace(
+        deployment, attributes=tables, priors={"p": Prior(of="stock")}, lists={"a": Items(of="studio", is_="a")}
+    )
+    side = side_data(made, deployment)
+    columns = {one.key: one for one in catalogue_of(made, side).columns}
+    assert {key for key in columns if key.startswith("item.")} == {
+        "item.stock", "item.studio", "item.title", "item.plenty", "item.house",
+    }  # fmt: skip
+    assert columns["attr.house"] == Column(
+        "attr", "house", "text", first=2, labels=("a", "b", "ü"), aggregate="same",
+        about="`studio` of all items below, unknown where they differ",
+    )  # fmt: skip
+    assert (columns["attr.stock"].low, columns["attr.stock"].high) == (0, 9)
+    assert columns["prior.p"].high < 0
+    assert [columns[key].form for key in ("item.plenty", "blocked.a", "boosted.a")] == ["condition"] * 3
+    assert columns["attr.plenty"].about == "whether an item below is one of 16 items by `stock`"
+    uses = {"item.stock", "item.plenty", "item.house", "blocked.a", "user.age", "item.id"}
+    got = item_columns(made, uses, np.array([5, 7, 3]), side)
+    assert np.isnan(got["item.stock"][0])  # the items' own, not the declared one with its default
+    assert got["item.plenty"].tolist() == [False, True, True]
+    assert got["item.house"].tolist() == [2, -1, 0]
+    assert got["blocked.a"].tolist() == [False, False, True]
+    assert set(got) == uses - {"user.age", "item.id"}
 
 
 def test_absent_numbers_are_nan_and_absent_texts_are_no_label():
