@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from app.cli import policy
 from app.cli.policy_files import Deployed
 from tests.policies.contracts import BASE, contract
-from tests.support import deployment_of, write_root
+from tests.support import deployment_of, write_root, write_vocab
 
 BAD = "widebeam: 1\nextends: base\nsteps:\n  all:\n    score: parent + logpp\n"
 
@@ -130,3 +130,27 @@ def test_a_real_root_gives_contract_and_catalogue(tmp_path, monkeypatch):
 def test_a_file_that_is_no_policy_file_is_wrong_usage(run, tmp_path):
     (tmp_path / "policies" / "notes.txt").write_text("hello")
     assert run("check", "policies/notes.txt").exit_code == 2
+
+
+def test_names_that_a_root_declares_are_explained(tmp_path):
+    root = write_root(tmp_path / "root")
+
+    def run(*args: str):
+        return CliRunner().invoke(policy.app, list(args))
+
+    with (root / "deployment.toml").open("a") as file:
+        file.write('[attributes]\nknown = {of = "year", as = "any"}\n[request.user]\nage = {low = 0, high = 9}\n')
+    items = [{"id": f"i{n}", "sid": [n, 0, 0], "attrs": {"year": 1990 + n}} for n in range(3)]
+    write_vocab(root, (4, 5, 6), items, version="v2")
+    known = "flag: whether an item below is one of 3 items by `year`"
+    assert run("help", "attr.known", "--root", str(root)).output == f"attr.known: {known}\n"
+    every = run("help", ".", "--root", str(root)).output.splitlines()
+    assert [line.partition(":")[0] for line in every] == ["attr.known", "item.known", "item.year", "user.age"]
+    assert run("help", "user.", "--root", str(root)).output == "user.age: number 0 to 9\n"
+    wrong = run("help", "attr.knwon", "--root", str(root))
+    assert wrong.exit_code == 2 and "did you mean `attr.known`?" in wrong.output
+    assert f"attr.known ({known})" in run("schema", "--root", str(root)).output
+    assert "attr.known" not in run("schema").output
+    file = root / "policies" / "new.yaml"
+    file.write_text("widebeam: 1\nsteps: {all: {mask: trie and attr.known}}\n")
+    assert f"  reads attr.known, {known}\n" in run("explain", "new", "--root", str(root)).output

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.policies.facts import Catalogue, Column
 from tests.policies.contracts import compiled
 
 
@@ -80,6 +81,47 @@ def test_arguments_of_operators_are_checked(call, code):
     _, found = compiled(f"widebeam: 1\nfinal:\n  expand: {call}\n")
     codes = {one.rule.code for one in found.errors}
     assert code in codes if code else codes == set()
+
+
+@pytest.mark.parametrize(
+    ("by", "code"),
+    [
+        ("item.quality", None),
+        ("item.qualty", "T002"),
+        ("item.genre", "T013"),
+        ("item.flag", "T013"),
+        ("item.id", "T013"),
+        ("attr.quality", "T013"),
+        ("3", "T013"),
+        ("score", "T013"),
+    ],
+)
+def test_items_of_an_sid_are_ordered_by_a_number_of_theirs(by, code):
+    columns = (
+        Column("item", "quality"),
+        Column("attr", "quality"),
+        Column("item", "genre", "text", labels=("a",)),
+        Column("item", "flag", "condition"),
+    )
+    plan, found = compiled(
+        f"widebeam: 1\nfinal:\n  expand: sid(max_items=2, by={by})\n", catalogue=Catalogue((64, 64, 64), columns)
+    )
+    assert {one.rule.code for one in found.errors} == ({code} if code else set()), found.text()
+    assert (plan is None) == (code is not None)
+    assert plan is None or (plan.by, plan.per_sid) == ("item.quality", 2)
+
+
+def test_lists_are_read_in_the_final_phases_and_boosted_ones_are_groups():
+    columns = (Column("blocked", "ads", "condition"), Column("boosted", "ads", "condition"))
+    text = (
+        "widebeam: 1\nsteps: {all: {quota: ['floor(boosted.ads, min=2)']}}\n"
+        "final: {mask: not blocked.ads, score: 'score + where(boosted.ads, 1, 0)'}\n"
+    )
+    plan, found = compiled(text, catalogue=Catalogue((64, 64, 64), columns))
+    assert plan is not None, found.text()
+    assert plan.final.uses == {"blocked.ads", "boosted.ads"}
+    _, found = compiled(text.replace("floor(boosted", "floor(blocked"), catalogue=Catalogue((64, 64, 64), columns))
+    assert [one.rule.code for one in found.errors] == ["T013"]
 
 
 def test_a_broken_parameter_stays_in_scope_so_that_its_uses_are_not_faults():
