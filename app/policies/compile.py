@@ -10,7 +10,7 @@ from app.policies.asks import asks_of
 from app.policies.check_contract import check_contract, widths_by_level
 from app.policies.check_operators import check_operators
 from app.policies.check_types import check_types
-from app.policies.diagnostics import Findings, Span, listing
+from app.policies.diagnostics import Findings, Span
 from app.policies.expr import Operation
 from app.policies.facts import Catalogue, Facts, facts_of
 from app.policies.final import expand_by, lower_final
@@ -61,7 +61,7 @@ def prove(plan: Plan, policy: Policy, contract: Contract, catalogue: Catalogue |
     if wrong is not None:
         hint = "this is a bug of Widebeam; report the file"
         if others:
-            hint = f"try it without {listing(others)}; if it differs still, this is a bug of Widebeam"
+            hint = f"try it without {' and '.join(others)}; if it differs still, this is a bug of Widebeam"
         place = Span(policy.file, 1, 1, 2)
         found.add("C101", place, f"the plan differs from the reference: {wrong}", hint)
 

@@ -73,12 +73,14 @@ def _phases() -> dict[str, str]:
 
 
 def _shown(arg: Arg) -> bool:
-    return arg.form != "field" and not (arg.form == "number" and arg.low == arg.high)
+    return not (arg.form == "number" and arg.low == arg.high)
 
 
 def _range(arg: Arg) -> str:
     if arg.form == "group":
         return 'a group: `parent`, `token[i]`, `prefix[i]`, `attr.x`, `item.x`, or one of these `== "value"`'
+    if arg.form == "field":
+        return "a number that items have, `item.x`; may be left out"
     if arg.form == "word":
         return f"`{arg.default}`"
     kind = "a whole number" if arg.form == "int" else "a number or a `param`" if arg.param else "a number"

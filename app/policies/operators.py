@@ -28,6 +28,8 @@ class Arg(NamedTuple):
     @property
     def text(self) -> str:
         """As a policy writes it, with its default where it has one."""
+        if self.form == "field":
+            return f"{self.name}=item.x"
         shown = f"{self.default:g}" if isinstance(self.default, int | float) else self.default
         return self.name if shown is None else f"{self.name}={shown}"
 
@@ -69,8 +71,8 @@ class Operator:
 
     @property
     def signature(self) -> str:
-        """As a policy writes it: `gap(drop)`, `sid(max_items=1)`."""
-        return f"{self.name}({', '.join(one.text for one in self.args if one.default != '')})"
+        """As a policy writes it: `gap(drop)`, `mmr(weight=0.7, pool=200, by=prefix)`."""
+        return f"{self.name}({', '.join(one.text for one in self.args)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from app.cli import policy
 from app.cli.policy_files import Deployed
+from app.policies.builtin import BUILT_IN
 from tests.policies.contracts import BASE, contract
 from tests.support import deployment_of, write_root, write_vocab
 
@@ -93,6 +95,21 @@ def test_explain_of_a_bad_policy_says_why_with_exit_1(run, tmp_path):
     result = run("explain", "feed")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "T001" in result.stderr
+
+
+def test_help_prints_what_an_operator_takes_and_lists_them_all(run, monkeypatch):
+    assert run("help", "top_p").stdout.splitlines()[:2] == [
+        "top_p(p)   (under `keep`, of Widebeam, version 1)",
+        "codes while the mass of better ones is below p",
+    ]
+    assert "diverse(groups, penalty, history=0)" in run("help").stdout
+    slip = run("help", "topp")
+    assert slip.exit_code == 2
+    assert "did you mean `top_p`?" in " ".join(slip.stderr.replace("│", " ").split())
+    monkeypatch.setattr(policy, "installed", lambda: replace(BUILT_IN, broken={"gap": "some-package 1 is broken"}))
+    broken = run("help", "gap")
+    assert broken.exit_code == 2
+    assert "some-package 1 is broken" in " ".join(broken.stderr.replace("│", " ").split())
 
 
 def test_help_prints_the_page_of_a_code(run):
