@@ -20,24 +20,25 @@ from tests.engine import hybrid, tiny
 LIMITS = Limits(widths=(16,) * 3, rows=64, batch=4, context=24)
 PROMPTS = [(3, 4, 5, 6, 7), (9,), tuple(range(3, 23)), (9, 8, 7, 6, 5)]
 WIDTHS = [4, 1, 6, 3]
-PRECISIONS = {"float32": 2e-5, "float16": 0.02, "bfloat16": 0.12}
 
 
-def engines(kind, directory, precision):
-    """The same weights on a CPU in float32 and on the GPU."""
-    if kind == "onerec":
+def write(kind, directory):
+    """A weights version of a tiny random model."""
+    if kind == "qwen3_5":
+        hybrid.write(directory)
+    elif kind == "onerec":
         config = support.onerec_config(tiny.SIZES)
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(config))
         save_file(support.onerec_weights(config), directory / "model.safetensors")
-        sid = SidConfig(sizes=tiny.SIZES)
     else:
-        hybrid.write(directory) if kind == "qwen3_5" else tiny.write(directory, kind)
-        sid = tiny.SID
-    return [
-        load(directory, family(kind), sid, LIMITS, precision=p, device=torch.device(device))
-        for p, device in (("float32", "cpu"), (precision, "cuda"))
-    ]
+        tiny.write(directory, kind)
+    return directory
+
+
+def engine(kind, directory, precision, device):
+    sid = SidConfig(sizes=tiny.SIZES) if kind == "onerec" else tiny.SID
+    return load(directory, family(kind), sid, LIMITS, precision=precision, device=torch.device(device))
 
 
 def outputs(engine, kind, compact):
@@ -66,17 +67,21 @@ def outputs(engine, kind, compact):
     return [one.logits.float().cpu() for one in found]
 
 
+def errors(found, expected):
+    """Largest error of each step, in standard deviations of its logits."""
+    return [float((a - b).abs().max() / b[b.isfinite()].std()) for a, b in zip(found, expected, strict=True)]
+
+
 @pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["onerec", "qwen2", "qwen3", "qwen3_5"])
-def test_a_family_gives_on_a_gpu_what_it_gives_on_a_cpu(kind, precision, compact, tmp_path, monkeypatch):
+def test_a_family_on_a_gpu_is_as_near_to_float32_as_on_a_cpu(kind, precision, compact, tmp_path, monkeypatch):
     launches = []
     right = launch.attend
     monkeypatch.setattr(launch, "attend", lambda *x, **how: launches.append(1) or right(*x, **how))
-    here, there = engines(kind, tmp_path / "weights", precision)
-    assert there.device.type == "cuda" and there.dtype == getattr(torch, precision)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    for a, b in zip(outputs(here, kind, compact), outputs(there, kind, compact), strict=True):
-        error = float((a - b).abs().max() / a[a.isfinite()].std())
-        assert error < PRECISIONS[precision], error
+    directory = write(kind, tmp_path / "weights")
+    expected = outputs(engine(kind, directory, "float32", "cpu"), kind, compact)
+    here = errors(outputs(engine(kind, directory, precision, "cpu"), kind, compact), expected)
+    there = errors(outputs(engine(kind, directory, precision, "cuda"), kind, compact), expected)
+    assert all(b < 2 * a + 2e-5 for a, b in zip(here, there, strict=True)), (here, there)
     assert bool(launches) == (precision != "float32"), "the kernel runs in 16 bit, and only there"

@@ -21,7 +21,8 @@ def root_of(directory: Path, precision: str) -> Path:
         shutil.copytree(REPOSITORY / name, directory / name)
     text = (REPOSITORY / "deployment.toml").read_text()
     (directory / "deployment.toml").write_text(
-        f'precision = "{precision}"\n{text}port = 0\nadmin_port = 0\ndrain_delay_s = 0.05\n'
+        f'precision = "{precision}"\n'
+        + text.replace("[server]", "[server]\nport = 0\nadmin_port = 0\ndrain_delay_s = 0.05")
     )
     return directory
 

@@ -1,5 +1,6 @@
 """Prefix trees of SIDs on a device."""
 
-from app.ops.trie.reference import Children, children, contains, dense
+from app.ops.trie.operators import children, contains, dense
+from app.ops.trie.reference import Children
 
 __all__ = ["Children", "children", "contains", "dense"]
