@@ -49,7 +49,7 @@ def load_takedowns(directory: Path) -> tuple[Takedowns, Manifest]:
         raise Rejected("file_missing", "a takedowns version holds this file", location=FILE)
     data = read_file(directory, FILE, manifest.files[FILE])
     try:
-        lines = data.decode("utf-8").split("\n")
+        lines = str(data, "utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise Rejected("not_utf8", f"byte {error.start} is not UTF-8", location=FILE) from error
     ids = [line.removesuffix("\r") for line in lines]

@@ -50,7 +50,7 @@ def to_bytes(arrays: Arrays, metadata: str) -> Iterator[bytes | memoryview]:
             yield np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data
 
 
-def from_bytes(data: bytearray, file: str) -> tuple[dict[str, npt.NDArray[Any]], str]:
+def from_bytes(data: bytearray | memoryview, file: str) -> tuple[dict[str, npt.NDArray[Any]], str]:
     """The arrays, as views of `data`, and the metadata.
 
     Raises Rejected("arrays_invalid", location = the file or "file: array") for anything that is not exactly the format.

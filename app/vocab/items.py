@@ -75,27 +75,56 @@ def compact(start: npt.NDArray[np.int64]) -> Index:
     return start.astype(np.int32) if start[-1] < 2**31 else start
 
 
+_LENGTH, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
+
+
+def hash_strings(strings: Strings) -> npt.NDArray[np.int64]:
+    """A 64-bit hash of every string [n]: eight bytes at a time, mixed as splitmix64 does.
+
+    Array operations on blocks, no Python object a string: hashing a catalogue holds the interpreter for moments only.
+    """
+    hashes = np.empty(len(strings), np.uint64)
+    for begin in range(0, len(strings), BLOCK):
+        start = strings.start[begin : begin + BLOCK + 1].astype(np.int64)
+        text = np.zeros(int(start[-1] - start[0]) + 8, np.uint8)
+        text[:-8] = strings.text[start[0] : start[-1]]
+        words = np.ndarray((len(text) - 7,), "<u8", text.data, strides=(1,))  # the eight bytes from every place on
+        left = np.diff(start)
+        mixed, place = left.astype(np.uint64) * _LENGTH, start[:-1] - start[0]
+        rows: Index | slice = slice(None)
+        while len(left):
+            mixed[rows] = _mix(mixed[rows] ^ (words[place] & _MASKS[np.minimum(left, 8)]))
+            more = np.flatnonzero(left > 8)
+            rows = more if isinstance(rows, slice) else rows[more]
+            left, place = left[more] - 8, place[more] + 8
+        hashes[begin : begin + len(mixed)] = mixed
+    return hashes.view(np.int64)
+
+
+def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    word = (word ^ (word >> np.uint64(30))) * _FIRST
+    word = (word ^ (word >> np.uint64(27))) * _SECOND
+    return word ^ (word >> np.uint64(31))
+
+
 @dataclass(frozen=True, slots=True)
 class Ids:
     """Item ids, byte for byte ("007" and "7" are two items), found through sorted 64-bit hashes.
 
     hashes [n] int64 ascending, by_hash [n] the items in that order. A hash only narrows the search, the bytes decide,
-    so neither a collision nor the process's hash seed can change an answer.
+    so no collision can change an answer.
     """
 
     strings: Strings
     hashes: npt.NDArray[np.int64]
     by_hash: Index
-    hash_of: Callable[[bytes], int]
+    hash_of: Callable[[Strings], npt.NDArray[np.int64]]
 
     @classmethod
-    def build(cls, strings: Strings, hash_of: Callable[[bytes], int] = hash) -> Ids:
-        """Hash and sort: about 1.6 s for 10 M ids."""
-        hashes = np.empty(len(strings), np.int64)
-        begin = 0
-        for block in strings.blocks():
-            hashes[begin : begin + len(block)] = np.fromiter(map(hash_of, block), np.int64, len(block))
-            begin += len(block)
+    def build(cls, strings: Strings, hash_of: Callable[[Strings], npt.NDArray[np.int64]] = hash_strings) -> Ids:
+        """Hash and sort; nobody else in the process waits for it."""
+        hashes = hash_of(strings)
         by_hash = np.argsort(hashes, kind="stable")
         kind = np.int32 if len(strings) < 2**31 else np.int64
         return cls(strings, hashes[by_hash], by_hash.astype(kind), hash_of)
@@ -118,7 +147,7 @@ class Ids:
         found = np.full(len(wanted), -1, np.int64)
         if not len(self.hashes) or not wanted:
             return found
-        keys = np.fromiter(map(self.hash_of, wanted), np.int64, len(wanted))
+        keys = self.hash_of(Strings.of(wanted))
         place = np.searchsorted(self.hashes, keys)
         hit = np.flatnonzero(self.hashes[np.minimum(place, len(self.hashes) - 1)] == keys)
         items = self.by_hash[place[hit]]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from app.errors import Rejected
@@ -128,13 +129,14 @@ def verify(directory: Path, kind: Kind, which: Callable[[str], bool] = lambda _:
     return manifest
 
 
-def read_file(directory: Path, name: str, entry: FileEntry) -> bytearray:
+def read_file(directory: Path, name: str, entry: FileEntry) -> memoryview:
     """The bytes of one file, verified while they are read once: what is used is what was checked.
+
+    The memory is the process's own; clearing, as a bytearray does, would hold the interpreter for a large one.
 
     Raises Rejected(location = the file) where they do not match the manifest.
     """
-    data = bytearray(entry.size)
-    view, digest, at = memoryview(data), hashlib.sha256(), 0
+    view, digest, at = np.empty(entry.size, np.uint8).data, hashlib.sha256(), 0
     with _opened(directory, name) as descriptor:
         while at < entry.size and (count := os.readv(descriptor, [view[at : at + CHUNK]])):
             digest.update(view[at : at + count])
@@ -142,7 +144,7 @@ def read_file(directory: Path, name: str, entry: FileEntry) -> bytearray:
         if at < entry.size or os.read(descriptor, 1):
             raise Rejected("file_size", f"not the {entry.size} bytes that the manifest says", location=name)
     _check_digest(name, entry, digest.hexdigest())
-    return data
+    return view
 
 
 def encode(manifest: Manifest) -> bytes:

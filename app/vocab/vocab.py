@@ -109,6 +109,18 @@ def _distinct(ordered: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Numbers64]:
     return ordered[begin], np.diff(begin, append=len(ordered))
 
 
+def _ranges(start: npt.NDArray[Any], total: int) -> npt.NDArray[Any]:
+    """Which range each of the places 0..total-1 lies in: range i begins at start[i], and none is empty.
+
+    As `np.repeat` over the ranges' lengths, which would hold the interpreter for as long as it takes.
+    """
+    found = np.zeros(total, start.dtype)
+    if total:
+        found[start[1:]] = 1
+        np.cumsum(found, out=found)
+    return found
+
+
 def arrange(table: Table, sizes: Sequence[int]) -> Table:
     """The table in item order: by SID, its own order as preference inside one SID.
 
@@ -134,9 +146,8 @@ def make_vocab(table: Table, sizes: Sequence[int], *, version: str = "", digest:
         raise Rejected(
             "duplicate_id", f"id {table.ids.get(twice[0])!r} is also in row {twice[0]}", location=f"row {twice[1]}"
         )
-    index = leaf_items.dtype
-    leaf_of = np.repeat(np.arange(len(leaf_items) - 1, dtype=index), np.diff(leaf_items))
-    parent = np.zeros(trie.nodes, index)
-    parent[1:] = np.repeat(np.arange(trie.nodes, dtype=index), np.diff(trie.first))
+    leaf_of = _ranges(leaf_items[:-1], len(table.codes))
+    parent = np.zeros(trie.nodes, leaf_items.dtype)
+    parent[1:] = _ranges(trie.first[: trie.level_start[-2]], len(trie.code))
     attributes = dict(table.columns)
     return Vocab(version, digest, tuple(sizes), trie, table.codes, leaf_items, leaf_of, parent, names, attributes)

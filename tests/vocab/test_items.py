@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.vocab import items
-from app.vocab.items import Ids, Strings
+from app.vocab.items import Ids, Strings, hash_strings
 
 names = st.lists(st.text(min_size=1, max_size=12), max_size=30)
 
@@ -17,7 +17,7 @@ def utf8(texts: list[str]) -> list[bytes]:
 @given(names, st.integers(0, 2))
 def test_every_id_is_found_and_nothing_else_however_the_hashes_collide(texts: list[str], bits: int) -> None:
     unique = list(dict.fromkeys(texts))
-    ids = Ids.build(Strings.of(utf8(unique)), hash_of=lambda raw: hash(raw) & ((1 << bits) - 1))
+    ids = Ids.build(Strings.of(utf8(unique)), hash_of=lambda strings: hash_strings(strings) & ((1 << bits) - 1))
     assert ids.duplicate() is None
     assert ids.find(unique).tolist() == list(range(len(unique)))
     assert ids.find([text + "x" for text in unique if text + "x" not in unique]).max(initial=-1) == -1
@@ -25,7 +25,7 @@ def test_every_id_is_found_and_nothing_else_however_the_hashes_collide(texts: li
 
 @given(names)
 def test_a_duplicate_is_reported_with_both_places(texts: list[str]) -> None:
-    for hash_of in (hash, lambda _: 7):
+    for hash_of in (hash_strings, lambda strings: np.full(len(strings), 7)):
         twice = Ids.build(Strings.of(utf8(texts)), hash_of).duplicate()
         assert (twice is None) == (len(set(texts)) == len(texts))
         if twice:
@@ -44,3 +44,21 @@ def test_strings_are_taken_in_any_order_across_blocks(raw: list[bytes], data: st
     finally:
         items.BLOCK = block
     assert [taken.raw(i) for i in range(len(taken))] == [raw[i] for i in order]
+
+
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=40))
+def test_a_hash_is_of_the_bytes_alone_wherever_they_lie(raw: list[bytes]) -> None:
+    together = hash_strings(Strings.of(raw)).tolist()
+    assert together == [hash_strings(Strings.of([one])).tolist()[0] for one in raw]
+    assert len(set(together)) == len(set(raw)), "64 bits do not collide by chance"
+    block, items.BLOCK = items.BLOCK, 3
+    try:
+        assert hash_strings(Strings.of(raw)).tolist() == together
+    finally:
+        items.BLOCK = block
+
+
+def test_strings_that_differ_in_one_byte_or_by_zeros_have_other_hashes() -> None:
+    raw = [b"", b"\0", b"\0\0", *(b"x" * n for n in range(1, 30)), *(b"x" * 8 + b"\0" * n for n in range(1, 9))]
+    raw += [bytes([n]) + b"item-12345" for n in range(256)]
+    assert len(set(hash_strings(Strings.of(raw)).tolist())) == len(set(raw))
