@@ -310,6 +310,7 @@ class ExplainedItem(NamedTuple):
     step    where it left · phase: what took it away there
     rank    its own, at that step (final: its score) · cut: that of the last that stayed
     place   its place, from 1, in the list or among the step's candidates · kept: how many places there were
+    rule    of `final`: what the policy says there, `cap(item.author, max=2)`; place: among those whom the phase met
     """
 
     id: str
@@ -320,6 +321,7 @@ class ExplainedItem(NamedTuple):
     cut: float | None = None
     place: int | None = None
     kept: int | None = None
+    rule: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,8 +358,9 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Ranked:
     """The ranked list of one request: items [k'] int64 (item numbers of the pinned vocab), scores [k'] float32
-    (finite, best first), sids [k', L] int32."""
+    (finite, best first), sids [k', L] int32; bad: items that NaN or +inf in the policy's `final` cost."""
 
     items: npt.NDArray[np.int64]
     scores: npt.NDArray[np.float32]
     sids: npt.NDArray[np.int32]
+    bad: int = 0

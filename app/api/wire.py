@@ -273,6 +273,7 @@ class ItemExplained(Struct, frozen=True, tag_field="kind", tag="item"):
     cut: float | UnsetType
     place: int | UnsetType
     kept: int | UnsetType
+    rule: str | UnsetType = UNSET
 
 
 class Mismatch(Struct, frozen=True, tag_field="kind", tag="explain_mismatch"):
@@ -340,6 +341,7 @@ def _item_explained(one: core.ExplainedItem) -> ItemExplained:
         cut=_or_unset(one.cut),
         place=_or_unset(one.place),
         kept=_or_unset(one.kept),
+        rule=_or_unset(one.rule),
     )
 
 

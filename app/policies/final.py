@@ -106,24 +106,30 @@ def _key(node: Expr, facts: Facts) -> Keys:
 
 
 def _run(parts: Parts, inputs: FinalInputs, params: Mapping[str, float]) -> FinalList:
-    score, kept, bad = _scored(parts, inputs, params)
-    index = np.flatnonzero(kept)
-    index = index[np.argsort(-score[index], kind="stable")]  # ties stay in search order
+    def told(phase: str, left: Ints) -> Ints:
+        if inputs.told is not None:
+            inputs.told(phase, left, score)
+        return left
+
+    score, allowed, bad = _scored(parts, inputs, params)
+    told("mask", np.flatnonzero(allowed))
+    index = np.flatnonzero(allowed & np.isfinite(score))
+    index = told("numbers", index[np.argsort(-score[index], kind="stable")])  # ties stay in search order
     if parts.dedupe is not None:
-        index = index[_first_of(parts.dedupe(inputs)[index])]
+        index = told("dedupe", index[_first_of(parts.dedupe(inputs)[index])])
     if parts.caps or parts.floors:
-        index = _quota(parts, inputs, index)
+        index = told("quota", _quota(parts, inputs, index))
     if parts.mmr is not None:
         weight, pool = parts.mmr
-        index = _mmr(index[:pool], score, inputs.sid, weight, parts.limit)
-    index = index[: parts.limit].astype(np.int64)
+        index = _mmr(told("rerank", index[:pool]), score, inputs.sid, weight, parts.limit)
+    index = told("limit", index[: parts.limit].astype(np.int64))
     return FinalList(index, score[index], bad)
 
 
 def _scored(
     parts: Parts, inputs: FinalInputs, params: Mapping[str, float]
 ) -> tuple[Floats, npt.NDArray[np.bool_], int]:
-    """Final scores, who passes mask and arithmetic, and how many items a NaN or +inf cost."""
+    """Final scores, whom the mask allows, and how many of those a NaN or +inf costs their place."""
     known: dict[str, Tensor] = {
         f"param.{name}": torch.tensor(value, dtype=torch.float32) for name, value in params.items()
     }
@@ -141,10 +147,10 @@ def _scored(
     else:
         kept &= parts.mask(frame).expand(len(kept)).numpy()
     if parts.score is None:
-        return inputs.score, kept & np.isfinite(inputs.score), 0
+        return inputs.score, kept, 0
     score = tensor_of(parts.score, frame).expand(len(kept)).numpy().astype(np.float32) + np.float32(0)
     wrong = kept & (np.isnan(score) | (score == np.inf))
-    return score, kept & np.isfinite(score), int(wrong.sum())
+    return score, kept, int(wrong.sum())
 
 
 def _first_of(key: Ints) -> Ints:

@@ -129,6 +129,8 @@ class FinalInputs(NamedTuple):
     seen    [M] bool      in history or exclude; None unless the program `uses` "seen"
     extra   columns by name: `item.x` [M] (numbers float32, flags bool, categories int64 with -1 = unknown), `user.x` as
             a number, a condition on `ctx` by its text as a truth value
+    told    for explanations only: called after mask, numbers, dedupe, quota, rerank and limit with the phase, the
+            places of who is left, in their order, and the final scores of all
     """
 
     score: npt.NDArray[np.float32]
@@ -136,6 +138,7 @@ class FinalInputs(NamedTuple):
     sid: npt.NDArray[np.int32]
     seen: npt.NDArray[np.bool_] | None = None
     extra: Mapping[str, npt.NDArray[np.generic]] = {}
+    told: Callable[[str, npt.NDArray[np.int64], npt.NDArray[np.float32]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

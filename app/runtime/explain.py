@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -153,11 +154,27 @@ def fates(job: Job, steps: Sequence[Watched], state: BatchState, ids: tuple[str,
         return ()
     vocab = job.snapshot.vocab
     request = replace(job.request, k=EVERYTHING)
-    whole = rank_items([replace(job, request=request)], state, vocab, len(steps))[0]
-    return tuple(_item(job, steps, whole, id_, int(item)) for id_, item in zip(ids, vocab.find(ids), strict=True))
+    left: list[Left] = []
+    [whole] = rank_items(
+        [replace(job, request=request)], state, vocab, len(steps), lambda *given: left.append(Left(*given))
+    )
+    found = zip(ids, vocab.find(ids), strict=True)
+    return tuple(_item(job, steps, (whole, left), id_, int(item)) for id_, item in found)
 
 
-def _item(job: Job, steps: Sequence[Watched], whole: Ranked, id_: str, item: int) -> ExplainedItem:
+class Left(NamedTuple):
+    """Who was left after a phase of `final`: items and their final scores, in their order."""
+
+    phase: str
+    items: npt.NDArray[np.int64]
+    scores: npt.NDArray[np.float32]
+
+
+Final = tuple[Ranked, Sequence[Left]]
+"""The list as if all of it were asked for, and how it came about."""
+
+
+def _item(job: Job, steps: Sequence[Watched], final: Final, id_: str, item: int) -> ExplainedItem:
     if item < 0:
         return ExplainedItem(id_, "unknown")
     gone, excluded = job.snapshot.gone, job.excluded
@@ -170,7 +187,7 @@ def _item(job: Job, steps: Sequence[Watched], whole: Ranked, id_: str, item: int
         fate = _fate(step, id_, sid)
         if fate is not None:
             return fate
-    return _final(job, whole, id_, item)
+    return _final(job, final, id_, item)
 
 
 def _fate(step: Watched, id_: str, sid: Sequence[int]) -> ExplainedItem | None:
@@ -208,11 +225,9 @@ def _place(step: Watched, at: tuple[int, int]) -> int:
     return 1 + int((ahead & (step.rank > -torch.inf)).sum())
 
 
-Phase = Literal["k", "limit", "expand", "final"]
-
-
-def _final(job: Job, whole: Ranked, id_: str, item: int) -> ExplainedItem:
+def _final(job: Job, final: Final, id_: str, item: int) -> ExplainedItem:
     """The item's SID survived: is it in the list, and if not, why not."""
+    whole, left = final
     kept = min(job.request.k, len(whole.items))
     cut = float(whole.scores[kept - 1]) if kept else None
     [places] = np.nonzero(whole.items == item)
@@ -222,8 +237,28 @@ def _final(job: Job, whole: Ranked, id_: str, item: int) -> ExplainedItem:
         if place <= job.request.k:
             return ExplainedItem(id_, "listed", rank=score, cut=cut, place=place, kept=kept)
         return ExplainedItem(id_, "final", phase="k", rank=score, cut=cut, place=place, kept=kept)
-    phase: Phase = "expand" if not _expanded(job, item) else "limit" if job.plan.final is None else "final"
-    return ExplainedItem(id_, "final", phase=phase, cut=cut, kept=kept)
+    if not _expanded(job, item):
+        return ExplainedItem(id_, "final", phase="expand", cut=cut, kept=kept, rule=_rule(job, "expand"))
+    phase, before = "limit", None
+    for one in left:
+        if item not in one.items:
+            phase = one.phase
+            break
+        before = one if one.phase != "mask" else None  # what the mask leaves has no order yet
+    at = None if before is None else int(np.flatnonzero(before.items == item)[0])
+    rank = None if before is None or at is None else float(before.scores[at])
+    met = None if at is None else at + 1
+    return ExplainedItem(id_, "final", None, phase, rank, cut, met, kept, _rule(job, phase))
+
+
+def _rule(job: Job, phase: str) -> str:
+    """What the policy says in a phase of `final`."""
+    final = job.plan.resolved["final"]
+    assert isinstance(final, dict)
+    if phase == "limit":
+        return f"{job.plan.limit}"
+    said = final["score" if phase == "numbers" else phase]
+    return "; ".join(said) if isinstance(said, list) else str(said)
 
 
 def _expanded(job: Job, item: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,14 @@ from app.vocab.vocab import Vocab
 Int64s = npt.NDArray[np.int64]
 
 
-def rank_items(jobs: Sequence[Job], state: BatchState, vocab: Vocab, leaf_depth: int) -> list[Ranked]:
-    """Each request's items, best first; one read of the device for the batch.
+Told = Callable[[str, Int64s, npt.NDArray[np.float32]], None]
+"""Who is left after a phase of `final`: the phase, items [m] and their final scores [m], in their order."""
+
+
+def rank_items(
+    jobs: Sequence[Job], state: BatchState, vocab: Vocab, leaf_depth: int, told: Told | None = None
+) -> list[Ranked]:
+    """Each request's items, best first; one read of the device for the batch. told: for explanations only.
 
     An SID gives its first `per_sid` items, in the catalogue's order of preference, that the request does not exclude.
     Survivors whose SID is no item of the catalogue (policies without the trie) give none.
@@ -31,7 +37,7 @@ def rank_items(jobs: Sequence[Job], state: BatchState, vocab: Vocab, leaf_depth:
     ranked = []
     for request, job in enumerate(jobs):
         own = slice(state.row_start[request], state.row_start[request + 1])
-        ranked.append(_one(job, node[own], score[own], sids[own], vocab, first_leaf))
+        ranked.append(_one(job, node[own], score[own], sids[own], vocab, first_leaf, told))
     return ranked
 
 
@@ -42,12 +48,13 @@ def _one(
     sids: Int64s,
     vocab: Vocab,
     first_leaf: int,
+    told: Told | None,
 ) -> Ranked:
     live = np.flatnonzero((node >= 0) & (score > -np.inf))
     owner, items = expand(job, *vocab.leaf_range(node[live] - first_leaf))
     rows = live[owner]
     if job.plan.final is not None:
-        return _finished(job, job.plan.final, items, score[rows], sids[rows], vocab)
+        return _finished(job, job.plan.final, items, score[rows], sids[rows], vocab, told)
     best = np.argsort(-score[rows], kind="stable")[: min(job.request.k, job.plan.limit)]  # ties stay in search order
     return Ranked(items[best], score[rows][best], sids[rows][best].astype(np.int32))
 
@@ -83,12 +90,14 @@ def _finished(
     score: npt.NDArray[np.float32],
     sids: Int64s,
     vocab: Vocab,
+    told: Told | None,
 ) -> Ranked:
     """The list of a policy whose `final` does more than expand and cut."""
     seen = job.seen.items if job.seen is not None else np.empty(0, np.int64)
     is_seen = np.isin(items, seen) if "seen" in program.uses else None
     extra = {**item_columns(vocab, program.uses, items, job.snapshot.side), **final_fields(job.fields, program.uses)}
-    inputs = FinalInputs(score, items, sids.astype(np.int32), is_seen, extra)
+    listen = None if told is None else lambda phase, at, scores: told(phase, items[at], scores[at])
+    inputs = FinalInputs(score, items, sids.astype(np.int32), is_seen, extra, listen)
     listed = program.run(inputs, dict(zip(job.plan.structure.params, job.plan.params, strict=True)))
     best = listed.index[: job.request.k]
-    return Ranked(items[best], listed.score[: job.request.k], inputs.sid[best])
+    return Ranked(items[best], listed.score[: job.request.k], inputs.sid[best], listed.bad)

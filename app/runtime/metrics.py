@@ -97,7 +97,7 @@ class Metrics:
             self.load_requests_total.labels(level)
         self.in_flight = Gauge("widebeam_in_flight", "Requests in a batch", registry=registry)
         self.bad_scores_total = Counter(
-            "widebeam_bad_scores_total", "NaN or +inf in logits and in expressions of policies", ["stage"],
+            "widebeam_bad_scores_total", "NaN or +inf in logits, expressions of policies, final lists", ["stage"],
             registry=registry,
         )  # fmt: skip
         self.compiles_total = Counter(

@@ -67,6 +67,8 @@ class StepLoop:
             if len(left) == len(jobs):
                 return
         items = rank_items(jobs, state, snapshot.vocab, steps)
+        if bad := sum(one.bad for r, one in enumerate(items) if r not in left):
+            self._metrics.bad_scores_total.labels("final").inc(bad)
         yield from (self._end(jobs[r], items[r], began, encoded, widest) for r in range(len(jobs)) if r not in left)
 
     def _leaving(self, jobs: Sequence[Job], left: Collection[int]) -> dict[int, WidebeamError]:

@@ -132,7 +132,8 @@ def _fate(one: ExplainedItem) -> str:
     if one.step is not None:
         return f"{one.id} was removed at step {one.step} by `{one.phase}`"
     words = {"unknown": "is not in the catalogue", "taken_down": "is taken down", "excluded": "is excluded"}
-    return f"{one.id} {words.get(one.result, f'was left out of the list by `{one.phase}`')}"
+    rule = f" ({one.rule})" if one.rule else ""
+    return f"{one.id} {words.get(one.result, f'was left out of the list by `{one.phase}`{rule}')}"
 
 
 # ---- against the oracle --------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 
 from app.core import HistoryIds, Ranked, Request
 from app.errors import Cancelled, ExplainBusy, InvalidRequest
+from app.runtime.columns import item_columns
 from app.runtime.explain import explain
 from app.runtime.logs import make_log
 from app.runtime.metrics import Metrics
@@ -22,6 +23,7 @@ from app.runtime.state import TRANSITIONS
 from app.runtime.steps import StepLoop
 from app.runtime.takedowns import NOTHING
 from tests import support
+from tests.runtime.test_columns import snapshot as with_columns
 from tests.runtime.test_runtime import SIZES, started
 
 POLICIES = {
@@ -186,6 +188,82 @@ def test_a_list_that_is_too_short_names_k_limit_or_the_sids_other_items(world):
     double = support.snapshot_of(snapshot.engine, twins, deployment)
     _, _, told, _ = explained((double, deployment), "base", k=40, explain=("i0", "i1"))
     assert [(one.result, one.phase) for one in told.items] == [("listed", None), ("final", "expand")]
+
+
+FINAL = """\
+final:
+  expand: sid(max_items=2)
+  mask: item.stock < 3
+  score: score + log(item.stock)
+  dedupe: item.stock
+  quota:
+    - cap(item.studio, max=1)
+  rerank: mmr(weight=1, pool=2)
+  limit: 1
+"""
+
+
+def final_fates(final, k=40):
+    deployment, made = with_columns(final)
+    job = support.job_of(made, deployment, ("i3",), k=k)
+    [answer] = support.run_batch([job])
+    job = replace(job, request=replace(job.request, explain=tuple(f"i{item}" for item in range(40))))
+    lane = TRANSITIONS["ancestry"](made.engine.new_arena(deployment.limits), made.contract.states)
+    told = explain(job, lane, answer)
+    assert told.mismatch is None
+    numbers = made.vocab.find([one.id for one in told.items]).tolist()
+    there = {item: one for item, one in zip(numbers, told.items, strict=True) if one.result in ("final", "listed")}
+    return made, answer, there
+
+
+def test_what_left_the_list_names_the_phase_of_final_its_rule_and_its_place():
+    made, _, fates = final_fates(FINAL)
+    rules = {
+        "mask": "item.stock < 3", "numbers": "score + log(item.stock)", "dedupe": "item.stock",
+        "quota": "cap(item.studio, 1)", "rerank": "mmr(1, 2)", "limit": "1", "expand": "sid(2)",
+    }  # fmt: skip
+    columns = item_columns(made.vocab, {"item.stock", "item.studio"}, np.arange(40), made.side)
+    stock, studio = columns["item.stock"], columns["item.studio"]
+    for item, one in fates.items():
+        if one.result == "listed":
+            continue
+        assert (
+            one.rule.replace("max=", "").replace("weight=", "").replace("pool=", "").replace("max_items=", "")
+            == rules[one.phase]
+        ), one
+        if one.phase != "expand":
+            masked = not stock[item] < 3  # a number that is not there is NaN, and not below 3
+            assert (one.phase == "mask") == masked
+            assert (one.phase == "numbers") == (not masked and stock[item] == 0)
+        assert (one.rank is None) == (one.place is None) == (one.phase in ("mask", "numbers", "expand"))
+    # who shares the number of a better item left by `dedupe`, whose group was full by `quota`
+    [best] = [item for item, one in fates.items() if one.result == "listed"]
+    for item, one in fates.items():
+        if one.phase == "dedupe":
+            better = [n for n, other in fates.items() if other.rank is not None and other.rank > one.rank]
+            assert any(stock[n] == stock[item] for n in better)
+        if one.phase == "quota":
+            assert studio[item] == studio[best]
+    assert {one.phase for one in fates.values()} >= {"mask", "numbers", "dedupe"}
+
+
+@pytest.mark.parametrize(
+    ("final", "phase", "rule"),
+    [
+        ("final:\n  mask: not seen\n  rerank: mmr(weight=1, pool=3)\n", "rerank", "mmr(weight=1, pool=3)"),
+        ("final:\n  score: 2 * score\n  limit: 4\n", "limit", "4"),
+        ("final:\n  quota:\n    - cap(item.studio, max=1)\n", "quota", "cap(item.studio, max=1)"),
+    ],
+)
+def test_the_first_of_the_left_out_stands_right_behind_the_list(final, phase, rule):
+    _, answer, fates = final_fates(final)
+    out = [one for one in fates.values() if one.phase == phase]
+    assert out
+    assert {one.rule for one in out} == {rule}
+    places = {one.place for one in out}
+    if phase != "quota":
+        assert places == set(range(len(answer.items) + 1, len(answer.items) + 1 + len(out)))
+    assert all(one.rank <= answer.scores[0] for one in out)
 
 
 def test_another_answer_is_a_mismatch(world):

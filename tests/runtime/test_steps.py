@@ -388,6 +388,18 @@ def test_a_model_that_writes_nonsense_fails_that_request_alone():
     assert metrics.registry.get_sample_value("widebeam_bad_scores_total", {"stage": "logits"}) > 0
 
 
+def test_bad_numbers_of_a_final_list_are_counted():
+    deployment, _, snapshot = world()
+    final = "widebeam: 1\nfinal:\n  score: score + log(position - 3)\n"
+    made = support.snapshot_of(snapshot.engine, snapshot.vocab, deployment, {"odd": final})
+    metrics = Metrics()
+    job = support.job_of(made, deployment, ("i1",), k=10, policy="odd")
+    [end] = StepLoop(lambda: 0.0, metrics).serve(Batch((job,)))
+    assert np.isfinite(end.result.scores).all()
+    assert end.result.bad == 3  # log of -2, -1 and 0
+    assert metrics.registry.get_sample_value("widebeam_bad_scores_total", {"stage": "final"}) == 3
+
+
 def test_a_bug_of_ours_ends_the_open_requests_and_not_the_loop():
     deployment, _, snapshot = world()
 
