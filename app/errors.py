@@ -23,6 +23,7 @@ request without anybody's fault (underfilled, no candidates) is a value of the a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -111,12 +112,23 @@ class Underfilled(WidebeamError):
 
 
 class Rejected(WidebeamError):
-    """An artifact was refused. `code` is per instance here: the gate has many reasons, all with one shape."""
+    """An artifact was refused. `code` is per instance here: the gate has many reasons, all with one shape.
+
+    others  further findings about the same artifact, where all were looked for
+    """
 
     def __init__(self, code: str, message: str, *, location: str | None = None) -> None:
         super().__init__(message, path=location)
         self.code = code
         self.location = location
+        self.others: tuple[Rejected, ...] = ()
+
+    @classmethod
+    def together(cls, found: Sequence[Rejected]) -> Rejected:
+        """The first of several findings, with the others beside it."""
+        first, *others = found
+        first.others = tuple(others)
+        return first
 
     def __str__(self) -> str:
         return f"{self.location}: {self.message}" if self.location else self.message

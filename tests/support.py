@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save
 
-from app.config import Deployment, Limits, Server, SidConfig
+from app.config import Deployment, Limits, Server, SidConfig, parse
 from app.core import Contract, HistoryIds, Ranked, Request
 from app.engine.engine import Engine
-from app.engine.families.base import ModelFiles
+from app.engine.families.base import Family, ModelFiles
 from app.engine.families.onerec import OneRec
 from app.engine.families.onerec_config import parse as parse_onerec
 from app.engine.families.onerec_reference import OneRecReference
+from app.engine.functions import Function
 from app.errors import WidebeamError
 from app.policies.assign import Traffic
 from app.policies.compile import compile_policy
 from app.policies.experiments import Loaded
 from app.policies.plan import Plan
 from app.policies.source import Source
+from app.runtime import contracts
 from app.runtime.admission import Admission
 from app.runtime.contract import make_contract
 from app.runtime.job import Batch, Job
+from app.runtime.loader import load_contract
 from app.runtime.metrics import Metrics
 from app.runtime.snapshot import ArtifactRef, DeviceTrie, Snapshot
 from app.runtime.steps import StepLoop
@@ -171,6 +176,29 @@ def run_batch(jobs: Sequence[Job], transition: str = "ancestry") -> list[Ranked]
     return [results[id(job)] for job in jobs]
 
 
+def not_exported(kind: type[Family], files: ModelFiles, sid: SidConfig, *_: object) -> tuple[Function, ...]:
+    """In the place of `export_apart`: a contract that says that nothing was exported."""
+    del kind, files
+    names = ["encode", *(f"step {t}" for t in range(1, len(sid.sizes) + 1))]
+    return tuple(Function(name, exported=False, reason="a test's") for name in names)
+
+
+@contextmanager
+def without_exports() -> Iterator[None]:
+    """Contracts in this process are made without exports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contracts, "export_apart", not_exported)
+        yield
+
+
+def store_contract(root: Path) -> Path:
+    """The contract file of a root, so that whoever loads the root next need not make one."""
+    deployment = parse((root / "deployment.toml").read_text())
+    with without_exports():
+        load_contract(root, deployment)
+    return root
+
+
 def write_root(
     root: Path,
     sizes: Sequence[int] = (4, 5, 6),
@@ -197,7 +225,7 @@ def write_root(
     (root / "policies").mkdir(exist_ok=True)
     for name, text in {"base": BASE, **(policies or {})}.items():
         (root / "policies" / f"{name}.yaml").write_text(text)
-    return root
+    return store_contract(root)
 
 
 def write_weights(

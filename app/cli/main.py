@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "recommend": Entry("recommend:recommend", "Answer a file of requests without a server."),
     "weights": Entry("weights:app", "Publish model weights into a deployment root."),
     "vocab": Entry("vocab:app", "Import, build, inspect and compare catalogues."),
+    "contract": Entry("contract:app", "Make, show and check the contract of a deployment root."),
     "snapshot": Entry("snapshot:app", "Look at a running server's snapshots, promote, roll back."),
     "policy": Entry("policy:app", "Check and explain selection policies."),
     "bench": Entry("bench:app", "Load a server, or reproduce a measurement of this project."),

@@ -66,7 +66,8 @@ def load(
     entries = read_entries(directory)
     shapes = {name: entry.shape for name, entry in entries.items()}
     module = family.build(ModelFiles(config, directory, shapes), sid, limits, dtype)
-    _check_names(module, entries)
+    if found := tuple(name_findings(module, entries)):
+        raise Rejected.together(found)
     shapes_of = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     slot = (slots or Slots()).take(Layout(shapes_of, dtype, device))
     try:
@@ -125,25 +126,27 @@ def _check_index(index: object, entries: Mapping[str, Entry]) -> None:
             raise Rejected("bad_index", "the index does not name this tensor", location=entry.location)
 
 
-def _check_names(module: Family, entries: Mapping[str, Entry]) -> None:
-    """Names, shapes and stored dtypes against `Family.weight_specs`."""
+def name_findings(module: Family, entries: Mapping[str, Entry]) -> Iterator[Rejected]:
+    """Names, shapes and stored dtypes against `Family.weight_specs`: everything that is wrong with them."""
     specs = {spec.name: spec.shape for spec in module.weight_specs()}
     place = ", ".join(dict.fromkeys(entry.file.name for entry in entries.values()))
     missing = [name for name in specs if name not in entries]
     if missing:
-        raise Rejected("missing_tensors", f"{len(missing)} missing: {_listed(missing)}", location=place)
+        yield Rejected("missing_tensors", f"{len(missing)} missing: {_listed(missing)}", location=place)
     known = {*specs, *module.tied(), *module.ignored()}
     extra = [name for name in entries if name not in known]
     if extra:
-        raise Rejected("unknown_tensors", f"{len(extra)} unknown to the model: {_listed(extra)}", location=place)
+        yield Rejected("unknown_tensors", f"{len(extra)} unknown to the model: {_listed(extra)}", location=place)
     for name, shape in specs.items():
-        entry = entries[name]
+        entry = entries.get(name)
+        if entry is None:
+            continue
         if entry.shape != shape:
             message = f"shape {list(entry.shape)}; config.json says {list(shape)}"
-            raise Rejected("bad_shape", message, location=entry.location)
+            yield Rejected("bad_shape", message, location=entry.location)
         if entry.dtype not in DTYPES:
             message = f"stored as {entry.dtype}; {', '.join(DTYPES)} can be served"
-            raise Rejected("bad_dtype", message, location=entry.location)
+            yield Rejected("bad_dtype", message, location=entry.location)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -165,7 +168,8 @@ def _bind(
                     raise Rejected("changed_on_disk", "has changed while it was being read", location=file.name)
                 for name, entry in reader.entries.items():
                     compared = hashlib.sha256() if name in tied or name in tied.values() else None
-                    _read(reader, entry, targets.get(name, ()), dtype, compared)
+                    own = targets.get(name, ())
+                    _read(reader, entry, own, dtype, compared, checked=bool(own))
                     if compared is not None:
                         bytes_of[name] = compared.hexdigest()
                 if sha256 is not None and sha256.get(file.name) != reader.sha256():
@@ -210,9 +214,16 @@ def _copying(slot: Slot) -> Iterator[None]:
 
 
 def _read(
-    reader: Reader, entry: Entry, targets: Sequence[Target], dtype: torch.dtype, compared: hashlib._Hash | None
+    reader: Reader,
+    entry: Entry,
+    targets: Sequence[Target],
+    dtype: torch.dtype,
+    compared: hashlib._Hash | None,
+    *,
+    checked: bool,
 ) -> None:
-    """One tensor's rows to wherever they go. Raises Rejected for NaN and infinities, before and after the cast."""
+    """One tensor's rows to wherever they go. Raises Rejected for NaN and infinities, before and after the cast, where
+    they are `checked`: what the family leaves alone need not be finite."""
     rows, stored = (entry.shape[0] if entry.shape else 1), DTYPES.get(entry.dtype)
     bad, overflown = 0, 0
     for target in targets:
@@ -221,8 +232,8 @@ def _read(
     for first, data in reader.read(entry, rows):
         if compared is not None:
             compared.update(data.data)
-        if stored is None or not targets:
-            continue  # what the family leaves alone
+        if stored is None or not checked:
+            continue
         count = min(rows - first, len(data) // max(entry.size // max(rows, 1), 1))
         piece = torch.from_numpy(data).view(stored).view(count, *entry.shape[1:])
         bad += _not_finite(piece)
@@ -233,6 +244,23 @@ def _read(
     for count, verb in ((bad, "holds"), (overflown, f"as {str(dtype).removeprefix('torch.')} holds")):
         if count:
             raise Rejected("not_finite", f"{verb} {count} NaN or infinite values", location=entry.location)
+
+
+def value_findings(module: Family, entries: Mapping[str, Entry], dtype: torch.dtype) -> Iterator[Rejected]:
+    """NaN and infinities in every tensor that the family reads, before and after the cast. Reads every file once.
+
+    Raises Rejected where a file cannot be read to its end.
+    """
+    wanted = {spec.name for spec in module.weight_specs()}
+    for file in dict.fromkeys(entry.file for entry in entries.values()):
+        with Reader(file) as reader:
+            for name, entry in reader.entries.items():
+                try:
+                    _read(reader, entry, (), dtype, None, checked=name in wanted)
+                except Rejected as error:
+                    if error.code != "not_finite":
+                        raise
+                    yield error
 
 
 def _place(target: Target, first: int, piece: Tensor) -> None:

@@ -28,7 +28,7 @@ def as_node(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[P, T]
         free = len(signature.parameters) - len(named)
 
         def positional(*values: Any) -> T:
-            return function(*values[:free], **dict(zip(named, values[free:], strict=True)))  # type: ignore[arg-type]
+            return function(*values[:free], **dict(zip(named, values[free:], strict=True)))
 
         @cache
         def node() -> Callable[..., T]:

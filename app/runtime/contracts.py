@@ -43,9 +43,11 @@ class Stored(NamedTuple):
 
 
 class Made(NamedTuple):
-    """file: where the contract is stored, None where it cannot be · exported: whether its functions were traced now."""
+    """file: where the contract is stored, None where it is not · exported: whether its functions were traced now ·
+    found: what is wrong with files beside it."""
 
     contract: Contract
+    functions: tuple[Function, ...]
     document: Mapping[str, object]
     file: Path | None
     exported: bool
@@ -90,7 +92,7 @@ class Contracts:
         same = next((one for one in stored if (one.id, one.made_for) == (contract.id, key)), None)
         document = _document(contract.id, key, parts)
         file = same.file if same else self._store(contract.id, document) if store else None
-        return Made(contract, document, file, known is None, found)
+        return Made(contract, functions, document, file, known is None, found)
 
     def stored(self) -> tuple[tuple[Stored, ...], tuple[Rejected, ...]]:
         """Every usable file, the newest first, and what is wrong with the others."""

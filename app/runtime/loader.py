@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,7 @@ from app.policies.operators import Operators
 from app.runtime.columns import catalogue_of
 from app.runtime.contracts import Contracts
 from app.runtime.desired import Chosen, Option, choose, usable, wishes
+from app.runtime.expectations import Canary, read_canary
 from app.runtime.in_force import InForce, compiler, renew
 from app.runtime.logs import Log
 from app.runtime.reading import Weights, model_files, read_vocab, read_weights
@@ -46,7 +47,7 @@ T = TypeVar("T")
 class Loaded:
     """What became of a root. Either `snapshot` is there, or `reasons` say why not.
 
-    in_force: the policies, which may be there without a snapshot
+    in_force: the policies, which may be there without a snapshot · canaries: what its versions expect of it
     """
 
     snapshot: Snapshot | None = None
@@ -54,6 +55,7 @@ class Loaded:
     artifacts: tuple[ArtifactStatus, ...] = ()
     in_force: InForce | None = None
     device: str = "cpu"
+    canaries: tuple[Canary, ...] = ()
 
 
 def load_root(
@@ -74,7 +76,7 @@ def load_root(
     except Rejected as error:
         reason = Reason(error.code, error.message, error.location)
         return Loaded(None, (reason,), gate.artifacts, gate.in_force, deployment.device)
-    return Loaded(snapshot, (), gate.artifacts, gate.in_force, str(device))
+    return Loaded(snapshot, (), gate.artifacts, gate.in_force, str(device), gate.canaries)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -112,6 +114,7 @@ class _Gate:
         self._first: Rejected | None = None
         self._slots = Slots()
         self.in_force: InForce | None = None
+        self.canaries: tuple[Canary, ...] = ()
 
     @property
     def artifacts(self) -> tuple[ArtifactStatus, ...]:
@@ -149,9 +152,15 @@ class _Gate:
                 continue
             for (kind, version), why in chosen.waiting.items():
                 self._note(kind, version, State.WAITING, reason=Reason("requires", why))
+            self.canaries = self._canaries(one, other)
             self._note("weights", one.version, State.ACTIVE, digest=one.digest)
             self._note("vocab", other.version, State.ACTIVE, digest=other.digest)
             return parts.snapshot(self._policies(parts)).having(takedowns=self._takedowns(seen))
+
+    def _canaries(self, weights: Option, vocab: Option) -> tuple[Canary, ...]:
+        places: tuple[tuple[Kind, str], ...] = (("weights", weights.version), ("vocab", vocab.version))
+        found = (read_canary(self._root / kind / version, kind) for kind, version in places)
+        return tuple(one for one in found if one is not None)
 
     def _look(self, seen: Survey) -> None:
         for kind, found in seen.candidates.items():
@@ -203,12 +212,11 @@ class _Gate:
         return loaded[option.digest]
 
     def _reject(self, kind: Kind, version: str, error: Rejected) -> None:
-        place = f"{kind}/{version}" + (f"/{error.location}" if error.location else "")
-        self._note(kind, version, State.REJECTED, reason=Reason(error.code, error.message, place))
+        reason = Reason.of(error, f"{kind}/{version}")
+        self._note(kind, version, State.REJECTED, reason=reason)
         if kind != "takedowns":
-            self._first = self._first or Rejected(error.code, error.message, location=place)
-        facts = {"code": error.code, "message": error.message, "location": place}
-        self._log.error("artifact_rejected", kind=kind, version=version, **facts)
+            self._first = self._first or Rejected(error.code, error.message, location=reason.location)
+        self._log.error("artifact_rejected", kind=kind, version=version, **reason.document())
 
     def _note(
         self, kind: Kind, version: str, state: State, *, digest: str | None = None, reason: Reason | None = None
@@ -265,7 +273,7 @@ def bind(
     side: what the overlay declares of the vocab, where that was made before
     """
     engine = weights.engine
-    _check_tokens(engine, vocab, f"vocab/{vocab_option.version}")
+    check_tokens(engine.missing_tokens(), vocab, f"vocab/{vocab_option.version}")
     since = now_iso()
     side = side_data(vocab, deployment) if side is None else side
     return Parts(
@@ -279,14 +287,20 @@ def bind(
     )
 
 
-def _check_tokens(engine: Engine, vocab: Vocab, location: str) -> None:
-    """Raise Rejected unless the model has a token for every code that an item uses."""
-    for step, missing in enumerate(engine.missing_tokens()):
-        unwritable = np.isin(vocab.codes[:, step], np.array(missing, np.int64))
+def check_tokens(missing: Sequence[Sequence[int]], vocab: Vocab, location: str | None = None) -> None:
+    """Raise Rejected unless the model has a token for every code that an item uses; with a finding a step.
+
+    missing: per step, the codes without a token
+    """
+    found = []
+    for step, codes in enumerate(missing):
+        unwritable = np.isin(vocab.codes[:, step], np.array(codes, np.int64))
         if unwritable.any():
             item = int(np.argmax(unwritable))
             code = int(vocab.codes[item, step])
             message = (
                 f"step {step + 1}, code {code}: the model has no token for it, and item {vocab.id(item)!r} uses it"
             )
-            raise Rejected("token_missing", message, location=location)
+            found.append(Rejected("token_missing", message, location=location))
+    if found:
+        raise Rejected.together(found)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from app.errors import Rejected
+
 
 def now_iso() -> str:
     """Wall-clock time for people: ISO 8601, UTC."""
@@ -18,11 +20,18 @@ def utc_seconds() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why something is not in service: a stable code, a sentence, and where."""
+    """Why something is not in service: a stable code, a sentence, and where. others: what else was found there."""
 
     code: str
     message: str
     location: str | None = None
+    others: tuple[Reason, ...] = ()
+
+    @classmethod
+    def of(cls, error: Rejected, version: str) -> Reason:
+        """Of a version that was refused, `kind/name`: places as they are called from the root."""
+        place = version + (f"/{error.location}" if error.location else "")
+        return cls(error.code, error.message, place, tuple(cls.of(one, version) for one in error.others))
 
     def __str__(self) -> str:
         place = f"{self.location}: " if self.location else ""
@@ -31,7 +40,11 @@ class Reason:
     def document(self) -> dict[str, object]:
         """As `artifacts[].reason` shows it."""
         shown: dict[str, object] = {"code": self.code, "message": self.message}
-        return {**shown, "location": self.location} if self.location else shown
+        if self.location:
+            shown["location"] = self.location
+        if self.others:
+            shown["others"] = [one.document() for one in self.others]
+        return shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,106 @@
+"""`widebeam contract`: make, show and check the contract of a deployment root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from app.cli.deployment import read_deployment
+from app.cli.output import JsonFlag, print_json, say
+from app.engine.registry import family
+from app.engine.weights import resolve_precision
+from app.errors import BadDeployment, Rejected
+from app.policies.plugins import installed
+from app.runtime.contracts import Contracts, Made, encode
+from app.runtime.desired import wishes
+from app.runtime.gate import Finding, Report, examine
+from app.runtime.loader import resolve_device
+from app.runtime.reading import model_files
+from app.vocab.manifest import versions
+
+app = typer.Typer(help="Make, show and check the contract.", no_args_is_help=True, rich_markup_mode=None)
+
+Root = Annotated[Path, typer.Option(help="Deployment root")]
+Weights = Annotated[str | None, typer.Option(help="This version instead of the one that a start would take")]
+
+
+@app.command()
+def generate(
+    root: Root = Path(),
+    weights: Weights = None,
+    check_only: Annotated[
+        bool, typer.Option("--check-only", help="Write nothing; exit 1 where the stored contract is not this one")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Export the model's functions and write ROOT/contracts/<id>.json. Takes seconds, needs no GPU, reads no tensor."""
+    made = _made(root, weights, anew=True, store=not check_only)
+    stale = check_only and made.file is None
+    if as_json:
+        found = [{"code": one.code, "message": one.message, "location": one.location} for one in made.found]
+        file = str(made.file) if made.file else None
+        print_json({"contract": made.contract.id, "file": file, "functions": _summary(made), "findings": found})
+    else:
+        typer.echo(made.contract.id)
+        for one in made.found:
+            say(f"{one.location}: error {one.code}: {one.message}")
+        for name, state in _summary(made).items():
+            say(f"{name}: {state}")
+        say("no such file is stored" if made.file is None else f"{made.file}")
+    raise typer.Exit(1 if stale or (check_only and made.found) else 0)
+
+
+@app.command()
+def show(root: Root = Path(), weights: Weights = None, as_json: JsonFlag = False) -> None:
+    """Print the contract of a root; it is made, and stored, where there is none yet."""
+    made = _made(root, weights)
+    if as_json:
+        print_json(made.document)
+        return
+    typer.echo(encode(made.document).decode().rstrip())
+
+
+@app.command()
+def check(
+    root: Root = Path(),
+    weights: Weights = None,
+    vocab: Annotated[str | None, typer.Option(help="As --weights, of the vocab")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check weights, vocab, take-downs, policies and experiments against the contract and against each other.
+
+    One report with every finding. Exit 0: nothing but warnings and notes, 1: errors.
+    """
+    try:
+        report = examine(root, read_deployment(root), weights=weights, vocab=vocab, operators=installed())
+    except BadDeployment as error:
+        place = error.path or error.file
+        report = Report(None, None, None, (Finding("error", error.code, place, error.message),))
+    if as_json:
+        print_json({**report._asdict(), "findings": [one._asdict() for one in report.findings]})
+    else:
+        for one in report.findings:
+            typer.echo(f"{one.place}: {one.severity} {one.code}: {one.message}")
+        say(f"contract {report.contract}, weights {report.weights}, vocab {report.vocab}")
+        say(f"{report.errors} errors, {len(report.findings) - report.errors} warnings and notes")
+    raise typer.Exit(1 if report.errors else 0)
+
+
+def _made(root: Path, weights: str | None, *, anew: bool = False, store: bool = True) -> Made:
+    deployment = read_deployment(root)
+    if weights is None:
+        chosen = wishes(root, root / deployment.server.state_dir, "weights").found
+    else:
+        chosen = tuple(one for one in versions(root, "weights") if one.version == weights)
+    if not chosen:
+        message = "there is no complete version" if weights is None else f"weights {weights!r} is not there"
+        raise Rejected("no_weights", message, location="weights/")
+    dtype = resolve_precision(deployment.precision, resolve_device(deployment.device))
+    files = model_files(chosen[0].directory)
+    return Contracts(root).make(family(deployment.family), files, deployment, dtype, anew=anew, store=store)
+
+
+def _summary(made: Made) -> dict[str, str]:
+    return {one.name: "exported" if one.exported else f"not exported: {one.reason}" for one in made.functions}
