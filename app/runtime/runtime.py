@@ -11,7 +11,7 @@ from typing import Literal
 
 from app.config import Deployment
 from app.core import Item, Outcome, Ranked, Request, Timings, Versions
-from app.errors import Cancelled, Draining, Expired, Fault, NotReady, Underfilled, WidebeamError
+from app.errors import Cancelled, Draining, Expired, Fault, NotReady, Rejected, Underfilled, WidebeamError
 from app.policies.assign import Facts
 from app.policies.assignment import explain
 from app.policies.plan import Plan
@@ -21,6 +21,7 @@ from app.runtime.background import Background
 from app.runtime.batcher import Batcher
 from app.runtime.canary import canary_jobs
 from app.runtime.cutover import BESIDE_S, Cutover, Cutovers
+from app.runtime.expectations import Canary, Requests, differs
 from app.runtime.explainer import Explainer
 from app.runtime.exposure import exposures, with_files
 from app.runtime.job import Batch, Job, Served, seed_of
@@ -90,19 +91,26 @@ class Runtime:
             if loaded.snapshot is None:
                 self._reasons = loaded.reasons
             else:
-                await self._activate(loaded.snapshot)  # not ready before it has served its own requests
+                await self._activate(
+                    loaded.snapshot, loaded.canaries
+                )  # not ready before it has served requests of ours
         except Exception as error:  # noqa: BLE001  a bug of ours must not leave a server that says "starting" for ever
             self._log.error("start_failed", exc_info=error)
             self._reasons = (Reason("internal", f"{type(error).__name__} while loading; the log has it"),)
         for reason in self._reasons:
             self._log.error("not_ready", code=reason.code, message=reason.message, location=reason.location)
 
-    async def _activate(self, snapshot: Snapshot) -> None:
+    async def _activate(self, snapshot: Snapshot, canaries: Sequence[Canary]) -> None:
         failed = await self.warm(snapshot, tuple(snapshot.policies.plans()))
         if failed:
             policy, why = next(iter(failed.items()))
             self._reasons = (Reason("canary_failed", why, f"policy {policy}"),)
             return
+        for canary in canaries:
+            if (problem := await self.expect(snapshot, canary)) is not None:
+                place = f"{canary.kind}/{canary.version}/{problem.location}"
+                self._reasons = (Reason(problem.code, problem.message, place),)
+                return
         self.swap(snapshot, "start")
         gc.collect()
         gc.freeze()  # what was loaded lives long: collections need not walk it
@@ -125,7 +133,7 @@ class Runtime:
         failed: dict[str, str] = {}
         for plan in {plan.structure.id: plan for plan in plans}.values():
             for jobs in canary_jobs(snapshot, plan, alone=alone):
-                for end in await self._serve_alone(Batch(jobs)):
+                for end in await self.serve_alone(Batch(jobs)):
                     if isinstance(end.result, WidebeamError):
                         self._log.error("canary_failed", policy=plan.policy, exc_info=end.result)
                         failed[plan.policy] = end.result.message
@@ -155,7 +163,23 @@ class Runtime:
         facts = {name: value for name, value in cutover.document().items() if name not in {"at", "p99_after_ms"}}
         self._log.info("cutover", **facts)
 
-    async def _serve_alone(self, batch: Batch) -> Sequence[Served]:
+    async def expect(self, snapshot: Snapshot, canary: Canary) -> Rejected | None:
+        """Ask a snapshot what an artifact says that it must answer; the first difference, or why that cannot be."""
+        facts = {"kind": canary.kind, "version": canary.version, "snapshot": snapshot.id}
+        if not canary.fits(snapshot):
+            self._log.warning("canary_skipped", recorded_with=canary.head.other, **facts)
+            return None
+        try:
+            requests = await asyncio.to_thread(Requests.under, snapshot, canary.head.policy)
+            problem = await differs(canary, requests, self.serve_alone)
+        except Rejected as error:
+            problem = error
+        if problem is None:
+            self._log.info("canary_passed", requests=len(canary.cases), **facts)
+        return problem
+
+    async def serve_alone(self, batch: Batch) -> Sequence[Served]:
+        """Serve a batch of our own after those that were handed in before."""
         done: asyncio.Future[Sequence[Served]] = asyncio.get_running_loop().create_future()
 
         def resolve(_: Batch, served: Sequence[Served]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,10 +18,11 @@ from app.engine.slots import Slots
 from app.errors import Rejected
 from app.runtime.background import Background
 from app.runtime.desired import Option
+from app.runtime.expectations import read_canary
 from app.runtime.in_force import InForce
 from app.runtime.ledger import Ledger
 from app.runtime.policy_updates import PolicyUpdates
-from app.runtime.preparing import Preparation, Want
+from app.runtime.preparing import Preparation, Refused, Want
 from app.runtime.residents import Resident, Residents, adopted
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import BatchKey, Snapshot
@@ -95,6 +97,7 @@ class Stage:
         for kind, option in want.options:
             self._moved(kind, option, State.WARMING)
         warmed = await self._warmed(snapshot, state, frozenset())
+        await self._expected(snapshot, want)
         resident = Resident(snapshot, want.weights, want.vocab, want.deployment, warmed, now_iso())
         self.residents.put(resident)
         self._mark()
@@ -141,6 +144,18 @@ class Stage:
         if failed:
             raise Rejected("canary_failed", next(iter(failed.values())))
         return frozenset(plan.structure.id for plan in plans)
+
+    async def _expected(self, snapshot: Snapshot, want: Want) -> None:
+        """Ask what the versions say that they must answer. Raises Refused for the one that is answered otherwise."""
+        for kind, option in want.options:
+            directory = self._root / kind / option.version
+            try:
+                canary = await self._background.run(partial(read_canary, directory, kind))
+                problem = await self._runtime.expect(snapshot, canary) if canary else None
+            except Rejected as error:
+                problem = error
+            if problem is not None:
+                raise Refused(kind, option.version, problem)
 
     def _moved(self, kind: Kind, option: Option, state: State) -> None:
         """A version goes on, or begins anew. What is in memory already keeps the state that it has there."""
