@@ -83,5 +83,5 @@ def test_a_family_on_a_gpu_is_as_near_to_float32_as_on_a_cpu(kind, precision, co
     expected = outputs(engine(kind, directory, "float32", "cpu"), kind, compact)
     here = errors(outputs(engine(kind, directory, precision, "cpu"), kind, compact), expected)
     there = errors(outputs(engine(kind, directory, precision, "cuda"), kind, compact), expected)
-    assert all(b < 2 * a + 2e-5 for a, b in zip(here, there, strict=True)), (here, there)
+    assert all(b < 3 * a + 2e-5 for a, b in zip(here, there, strict=True)), (here, there)
     assert bool(launches) == (precision != "float32"), "the kernel runs in 16 bit, and only there"

@@ -26,7 +26,8 @@ class Server:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         assert self.listening.wait(60), f"no listener: {self.lines}"
-        where = next(line for line in self.lines if line.get("event") == "listening")
+        where = next((line for line in self.lines if line.get("event") == "listening"), None)
+        assert where is not None, f"no listener: {self.lines}"
         self.public, self.admin = where["public"], where["admin"]
         self.client = httpx.Client(base_url=self.public, timeout=30)
 

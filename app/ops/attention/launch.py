@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +16,18 @@ POSITIONS = 8
 """Positions of a row, its own with them, that the kernel takes at most."""
 _SOURCE = Path(__file__).with_name("kernel.cu")
 _THREADS = 128
+_WALKED = 6
+"""Positions from which on walking blocks are quicker."""
+_WALK = 8
+
+
+class _Shape(NamedTuple):
+    """An entry point and what one block of it covers: so many (row, head), or `heads` heads of so many `rows`."""
+
+    kernel: cuda.Kernel
+    pairs: int
+    heads: int
+    rows: int
 
 
 def unfit(q: Tensor, v: Tensor, positions: int) -> str | None:
@@ -62,13 +76,14 @@ def attend(
     sums = torch.empty((h, n), dtype=torch.float32, device=q.device) if lse else None
     if not n:
         return out, None if sums is None else sums.t()
-    q, k, v, tree = _rows(q), _rows(k), _rows(v), ancestry.to(torch.int32)
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    tree = ancestry if ancestry.dtype == torch.int32 else ancestry.to(torch.int32)
     added = None if bias is None else bias.to(torch.float32).contiguous()
     context, context_lse = (None, None) if shared is None else (_whole(shared[0]), shared[1])
-    name = f"{'compact' if compact and positions > 1 else 'slots'}_{positions}"
-    kernel = cuda.load(_SOURCE, name, q.device, D=d, BF16=int(q.dtype == torch.bfloat16))
-    kernel.launch(
-        -(-n * h * _lanes(d) // _THREADS), _THREADS,
+    shape = _shape(q.device, d, h, positions, bf16=q.dtype == torch.bfloat16, compact=compact)
+    blocks = h // shape.heads * -(-n // shape.rows) if shape.heads else -(-n * h // shape.pairs)
+    shape.kernel.launch(
+        blocks, _THREADS,
         q.data_ptr(), k.data_ptr(), v.data_ptr(), k_slots.data_ptr(), v_slots.data_ptr(), tree.data_ptr(),
         _pointer(added), _pointer(context), _pointer(context_lse), out.data_ptr(), _pointer(sums),
         q.stride(0), k.stride(0), v.stride(0), k_slots.stride(0), k_slots.stride(1), *tree.stride(),
@@ -78,9 +93,15 @@ def attend(
     return out, None if sums is None else sums.t()
 
 
-def _lanes(d: int) -> int:
-    """Lanes of a (row, head), 16 bytes each: a power of two."""
-    return 1 << (d // 8 - 1).bit_length()
+@cache
+def _shape(device: torch.device, d: int, h: int, positions: int, *, bf16: bool, compact: bool) -> _Shape:
+    lanes = 1 << (d // 8 - 1).bit_length()  # of a (row, head), 16 bytes each
+    pairs = _THREADS // lanes
+    tile = min(pairs, 8)
+    walks = positions >= _WALKED and not compact and h % tile == 0
+    form = "compact" if compact and positions > 1 else "walk" if walks else "slots"
+    kernel = cuda.load(_SOURCE, f"{form}_{positions}", device, D=d, BF16=int(bf16))
+    return _Shape(kernel, pairs, tile if walks else 0, pairs // tile * _WALK)
 
 
 def _pointer(x: Tensor | None) -> int:
