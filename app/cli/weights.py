@@ -9,10 +9,14 @@ from typing import Annotated
 
 import typer
 
+from app.cli.deployment import read_deployment
 from app.cli.output import JsonFlag, print_json, progress, say
 from app.cli.vocab import Root, Version, made_by, new_version
 from app.engine.weights import read_entries
 from app.errors import Rejected
+from app.runtime.expectations import FILE as CANARY
+from app.runtime.expectations import read_asked
+from app.runtime.recording import recorded
 from app.vocab.manifest import Kind
 from app.vocab.publish import Draft, Published, commit, draft
 
@@ -22,7 +26,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 """Never read and never copied: loading a pickle runs whatever code it holds."""
 BESIDE = frozenset(
     {
-        "added_tokens.json", "chat_template.jinja", "config.json", "generation_config.json", "merges.txt",
+        "added_tokens.json", CANARY, "chat_template.jinja", "config.json", "generation_config.json", "merges.txt",
         "model.safetensors.index.json", "sentencepiece.bpe.model", "sid_tokens.json", "special_tokens_map.json",
         "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
     }
@@ -43,21 +47,36 @@ def publish(
     requires_vocab: Annotated[
         list[str] | None, typer.Option(help="Vocab version or digest that these weights go with; may be repeated")
     ] = None,
+    canary: Annotated[
+        Path | None, typer.Option(help="Requests, one JSON object a line; what they answer now must be answered later")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Copy a model's config.json, *.safetensors and tokenizer files into ROOT as a new weights version.
 
-    The version appears complete or not at all. Exit 1 when the directory holds no such model.
+    The version appears complete or not at all. Exit 1 when the directory holds no such model. With --canary the answers
+    to up to 64 requests go along as canary.jsonl, and no server takes the version that answers them otherwise.
     """
     name = new_version(root, "weights", version)
     files, left = chosen(src)
     requires: Mapping[Kind, list[str]] = {"vocab": requires_vocab} if requires_vocab else {}
     with draft(root, "weights") as made:
         for file in progress(files, "copying", len(files)):
-            made.copy(file, file.name)
+            if canary is None or file.name != CANARY:
+                made.copy(file, file.name)
         check(made)
+        if canary is not None:
+            asked = read_asked(_bytes(canary))
+            made.write(CANARY, [recorded(root, read_deployment(root), made.directory, requires_vocab or [], asked)])
         published = commit(made, "weights", name, made_by(), requires)
     _report(published, made, left, as_json)
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise Rejected("file_unreadable", f"cannot be read: {error.strerror}", location=str(file)) from error
 
 
 def chosen(src: Path) -> tuple[list[Path], list[Path]]:

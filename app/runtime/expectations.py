@@ -77,7 +77,7 @@ class Asked(Struct, frozen=True):
     """A request to record; whatever else a request body says is not looked at."""
 
     context: Given
-    k: Annotated[int, Meta(ge=1, le=10_000)] = 10
+    k: Annotated[int, Meta(ge=1, le=10_000)]
 
 
 class Canary(NamedTuple):

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from app.cli.main import app
 from app.errors import Rejected
 from app.vocab.manifest import verify
+from tests import support
 
 
 @pytest.fixture
@@ -142,3 +143,40 @@ def test_a_version_cannot_leave_the_root(version: str, model: Path) -> None:
 def test_wrong_usage_is_2(model: Path) -> None:
     assert publish(model / "nothing").exit_code == 2
     assert publish(model, "--nonsense").exit_code == 2
+
+
+def test_answers_are_recorded_and_a_server_takes_weights_that_still_give_them(tmp_path: Path) -> None:
+    root = support.write_root(tmp_path / "root", (4, 5, 6))
+    config = support.onerec_config((4, 5, 6))
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "model.safetensors").write_bytes(support.save(support.onerec_weights(config, 7)))
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(
+        '{"context": {"history": ["i1", "i2"]}, "k": 5, "user_id": "u"}\n{"context": {"history": []}, "k": 10}\n'
+    )
+    arguments = ["weights", "publish", str(source), "--root", str(root), "--canary", str(requests)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (root / "weights" / "v2" / "canary.jsonl").read_text().splitlines()]
+    assert lines[0] == {"format": 1, "with": verify(root / "vocab" / "v1", "vocab").digest}
+    assert [(one["k"], len(one["items"])) for one in lines[1:]] == [(5, 5), (10, 10)]
+
+    asked, answers = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    asked.write_text(requests.read_text())
+    result = CliRunner().invoke(app, ["recommend", "--root", str(root), "--in", str(asked), "--out", str(answers)])
+    assert result.exit_code == 0, answers.read_text()
+    served = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert {one["versions"]["weights"] for one in served} == {"v2"}
+    for one, line in zip(served, lines[1:], strict=True):
+        assert [item["id"] for item in one["items"]] == [item["id"] for item in line["items"]]
+        scores = [item["score"] for item in one["items"]]
+        assert scores == pytest.approx([item["score"] for item in line["items"]], abs=1e-5)
+
+    requests.write_text('{"context": {"history": ["nobody"]}, "k": 1}\n')
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, Rejected)
+    assert "'nobody' is not in the vocab" in str(result.exception)
+    assert not (root / "weights" / "v3").exists()
