@@ -61,6 +61,7 @@ class ArtifactUpdates:
         self._refused: dict[tuple[Kind, str], str] = {}
         self._apart: dict[tuple[str, str], bool] = {}
         self._overlay = Overlay(deployment)
+        self._said = self._overlay.document()
         self.stage = Stage(root, runtime, policies, self._background, composing, compose, ledger)
         self.told = asyncio.Event()
 
@@ -137,6 +138,7 @@ class ArtifactUpdates:
     async def _try(self, want: Want, resident: Resident, cause: str) -> None:
         try:
             await self.stage.promote(resident, cause)
+            self._say_overlay()
         except Rejected as error:
             self._set_apart(want, error)
 
@@ -188,9 +190,7 @@ class ArtifactUpdates:
         if self._overlay.deployment != before.deployment:
             self._refused.clear()  # another contract: what did not fit may fit now
             self._apart.clear()
-        if self._overlay != before:
-            self._ledger.note("deployment", **self._overlay.document())
-            self._log.info("deployment", **self._overlay.document())
+        self._say_overlay()
 
     async def _look_at(self, kind: Kind, one: Candidate, *, first: bool) -> None:
         """A version is new, or its files have changed. first: nothing was known before but what the start has seen."""
@@ -259,7 +259,7 @@ class ArtifactUpdates:
         if self._is_about_overlay(want):
             running = self.stage.serving.deployment if self.stage.serving else self._deployment
             self._overlay = Overlay(running, self._overlay.restart, error)
-            self._ledger.note("deployment", **self._overlay.document())
+            self._say_overlay()
             self._log.error("deployment_rejected", code=error.code, message=error.message, location=error.location)
             return
         self._apart[want.weights.digest, want.vocab.digest] = error.code == "no_default_policy"
@@ -336,7 +336,16 @@ class ArtifactUpdates:
 
     def overlay(self) -> dict[str, object]:
         """What became of the last edit of deployment.toml."""
-        return self._overlay.document()
+        serving = self.stage.serving
+        return self._overlay.document(serving.deployment if serving else None)
+
+    def _say_overlay(self) -> None:
+        """Write down what became of it, where that is news."""
+        now = self.overlay()
+        if now != self._said:
+            self._said = now
+            self._ledger.note("deployment", **now)
+            self._log.info("deployment", **now)
 
 
 def _problem(one: Candidate, kind: Kind) -> Rejected | None:

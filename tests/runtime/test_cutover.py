@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from app.cli.compose import read_deployment
 from app.errors import Rejected
@@ -24,6 +25,7 @@ from app.vocab.manifest import read_manifest
 from app.vocab.publish import commit, draft
 from tests import support
 from tests.api.support import ask
+from tests.engine import tiny
 from tests.live_support import LiveServer, live_server, until
 
 SIZES = (4, 5, 6)
@@ -492,6 +494,49 @@ async def test_limits_and_precision_change_live_and_the_rest_needs_a_restart(tmp
         assert status["policies"]["narrow"]["errors"][0]["code"] == "K003"
         load.going = False
         await asyncio.gather(*load.tasks, return_exceptions=True)
+
+
+async def test_an_edited_overlay_is_in_force_only_after_its_cutover(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        slow, before = Slow(monkeypatch, "v1"), await server.status()
+        edit(root, "batch = 16", "batch = 8")
+        status = await server.settles(lambda status: status["deployment"]["state"] != "in force")
+        assert status["deployment"] == {"state": "preparing", "restart": []}
+        assert status["active"]["contract"] == before["active"]["contract"]
+        slow.go.set()
+        status = await server.settles(lambda status: status["deployment"]["state"] == "in force")
+        assert status["active"]["contract"] != before["active"]["contract"]
+        said = [(line["state"], line["restart"]) for line in server.events("deployment")]
+        assert said == [("preparing", []), ("in force", [])]
+
+
+async def test_a_context_beyond_the_positions_of_the_model_is_refused_and_what_served_goes_on(tmp_path):
+    sizes, bases = (8, 8, 8), (10, 18, 26)
+    root = tmp_path / "root"
+    (root / "policies").mkdir(parents=True)
+    (root / "policies" / "base.yaml").write_text(support.BASE)
+    (root / "deployment.toml").write_text(
+        f'family = "qwen3"\ndevice = "cpu"\n[sid]\nsizes = {list(sizes)}\ntoken_base = {list(bases)}\n'
+        "[limits]\nwidths = [8, 8, 8]\nrows = 64\nbatch = 4\ncontext = 24\n"
+        '[server]\nport = 0\nadmin_port = 0\nadmin_auth = "none"\ndrain_delay_s = 0.05\n'
+    )
+    tiny.write(tmp_path / "exported", "qwen3", max_position_embeddings=64)
+    config = tiny.config("qwen3", max_position_embeddings=64)
+    support.write_weights(root, config, load_file(tmp_path / "exported" / "model.safetensors"))
+    support.write_vocab(root, sizes)
+    async with live_server(root) as server:
+        before = await server.status()
+        edit(root, "context = 24", "context = 63")
+        status = await server.settles(lambda status: status["deployment"]["state"] == "rejected")
+        reason = status["deployment"]["reason"]
+        assert (reason["code"], reason["location"]) == ("unsupported_config", "config.json: max_position_embeddings")
+        assert "64 positions are too few" in reason["message"]
+        assert status["active"] == before["active"]
+        assert (await server.recommend("i0"))["items"]
+        edit(root, "context = 63", "context = 62")
+        status = await server.settles(lambda status: status["deployment"]["state"] == "in force")
+        assert status["active"]["contract"] != before["active"]["contract"]
 
 
 async def test_what_is_retired_gives_its_memory_back(tmp_path):
