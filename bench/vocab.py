@@ -21,11 +21,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
+from app.config import Attribute, Deployment, Items, Prior, SidConfig
+from app.vocab.aggregates import side_data
 from app.vocab.artifact import load_vocab, save_vocab
 from app.vocab.build import residual_kmeans
-from app.vocab.items import Strings, Table
+from app.vocab.items import Columns, Numbers, Strings, Table, Texts
 from app.vocab.trie import build_trie
 from app.vocab.vocab import Vocab, arrange, make_vocab
 
@@ -56,9 +59,9 @@ def trie(items: int) -> Row:
     }  # fmt: skip
 
 
-def vocab_of(items: int) -> tuple[Vocab, float, float]:
+def vocab_of(items: int, columns: Columns | None = None) -> tuple[Vocab, float, float]:
     text = np.frombuffer(b"".join(b"%010d" % (i * 7) for i in range(items)), np.uint8)
-    table = Table(Strings(text, np.arange(0, len(text) + 1, 10)), sids(items), {})
+    table = Table(Strings(text, np.arange(0, len(text) + 1, 10)), sids(items), columns or {})
     start = time.perf_counter()
     ordered = arrange(table, SIZES)
     arranged = time.perf_counter()
@@ -131,6 +134,44 @@ def load(items: int) -> Row:
         return {"items": items, "seconds": round(time.perf_counter() - start, 2)}
 
 
+DECLARED = {
+    "max": ("attributes", Attribute(of="year", as_="max", default=1900)),
+    "mean": ("attributes", Attribute(of="year", as_="mean", default=1900)),
+    "any": ("attributes", Attribute(of="year", as_="any", least=2010)),
+    "share": ("attributes", Attribute(of="year", as_="share", least=2010)),
+    "same": ("attributes", Attribute(of="genre", as_="same")),
+    "prior": ("priors", Prior(of="year")),
+    "list": ("lists", Items(of="genre", is_="genre 7")),
+}
+
+
+def side_data_of(items: int) -> Row:
+    """What a deployment declares of prefixes: each column by itself, all together, and the bytes that they take."""
+    random = np.random.default_rng(2)
+    years = Numbers((1950 + random.integers(0, 70, items)).astype(np.float32), random.random(items) < 0.9)
+    words = Strings.of([b"genre %d" % n for n in range(50)])
+    genres = Texts(random.integers(-1, 50, items).astype(np.int32), words)
+    vocab, *_ = vocab_of(items, {"year": years, "genre": genres})
+    root = Deployment(family="onerec", sid=SidConfig(sizes=SIZES))
+    row: Row = {"items": items, "prefixes": vocab.trie.nodes, "load_average": round(os.getloadavg()[0], 1)}
+    every: dict[str, dict[str, object]] = {"attributes": {}, "priors": {}, "lists": {}}
+    for name, (table, declared) in DECLARED.items():
+        every[table][name] = declared
+        start = time.perf_counter()
+        side_data(vocab, msgspec.structs.replace(root, **{table: {name: declared}}))
+        row[f"{name}_ms"] = round(1e3 * (time.perf_counter() - start), 1)
+    start = time.perf_counter()
+    made = side_data(vocab, msgspec.structs.replace(root, **every))
+    seconds = time.perf_counter() - start
+    on_device = sum(one.nodes.nbytes for one in made.columns.values())
+    return {
+        **row,
+        "all_s": round(seconds, 3),
+        "mb": round(made.nbytes / 1e6, 1),
+        "device_mb": round(on_device / 1e6, 1),
+    }
+
+
 def build(items: int) -> Row:
     points = np.random.default_rng(0).normal(size=(items, 64)).astype(np.float32)
     start = time.perf_counter()
@@ -144,6 +185,7 @@ MEASUREMENTS: dict[str, tuple[Callable[[int], Row], tuple[int, ...]]] = {
     "import_jsonl": (import_jsonl, (1_500_000,)),
     "load": (load, (1_500_000, 10_000_000)),
     "look_ups": (look_ups, (1_500_000, 10_000_000)),
+    "side_data": (side_data_of, (1_500_000, 10_000_000)),
     "build": (build, (10_000, 100_000)),
 }
 

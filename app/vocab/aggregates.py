@@ -75,7 +75,7 @@ def tables(deployment: Deployment) -> tuple[object, ...]:
 
 
 def side_data(vocab: Vocab, deployment: Deployment) -> SideData:
-    """The declared columns of a vocab: about 30 ms each for 1.5 M items (`python -m bench.vocab`).
+    """The declared columns of a vocab; what it costs is in bench/results/vocab.json.
 
     Raises Rejected with the place in deployment.toml where the catalogue has no such attribute, or one of another type,
     or where items have no value and nothing says what then.
@@ -137,8 +137,8 @@ def _number(vocab: Vocab, given: Attribute, numbers: Numbers, place: str) -> Sid
     present, values = numbers.present, numbers.values.astype(np.float64)
     if given.default is not None:
         present, values = np.ones_like(present), np.where(present, values, given.default)
-    counts = below(vocab, present.astype(np.int64), np.add)
-    if len(present) and not counts.all():
+    counts = below(vocab, present.astype(np.int64), np.add) if given.as_ == "mean" or not present.all() else None
+    if len(present) and counts is not None and not counts.all():
         leaf = int(np.argmin(counts[vocab.trie.level_start[vocab.trie.steps] :]))
         item = int(vocab.leaf_items[leaf])
         message = (
@@ -147,7 +147,7 @@ def _number(vocab: Vocab, given: Attribute, numbers: Numbers, place: str) -> Sid
         raise _bad("attribute_absent", message, place)
     join, missing = {"max": (np.maximum, -np.inf), "min": (np.minimum, np.inf)}.get(given.as_, (np.add, 0.0))
     nodes = below(vocab, np.where(present, values, missing), join)
-    if given.as_ == "mean":
+    if given.as_ == "mean" and counts is not None:
         nodes = nodes / np.maximum(counts, 1)
     with np.errstate(over="ignore"):
         rounded = nodes.astype(np.float32)
