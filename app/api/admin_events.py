@@ -25,8 +25,6 @@ MAX_EVENTS: Final = 500
 MAX_STREAMS: Final = 16
 CHUNK: Final = 50
 """Events written at once."""
-LOOK_S: Final = 0.5
-"""How long a stream takes to see that the server is leaving."""
 ALIVE_S: Final = 15.0
 """A comment after so long without an event: proxies keep the connection, and a client that went is noticed."""
 
@@ -97,14 +95,16 @@ class Streams:
                 quiet_since = loop.time()
                 yield b": alive\n\n"
             else:
-                await self._told(after)
+                await self._news(after)
 
-    async def _told(self, after: int) -> None:
+    async def _news(self, after: int) -> None:
+        """Wait for an event, for the end of this server, or for a while."""
+        waits = (asyncio.ensure_future(self._control.told(after)), asyncio.ensure_future(self._readiness.left.wait()))
         try:
-            async with asyncio.timeout(LOOK_S):
-                await self._control.told(after)
-        except TimeoutError:
-            pass
+            await asyncio.wait(waits, timeout=ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def _line(self, event: Document) -> bytes:
         data = msgspec.json.encode(event)  # one line: JSON has no raw line breaks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Response
 
 from app.api import media, openapi, wire
@@ -17,11 +19,16 @@ class Readiness:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self.leaving = False
+        self.left = asyncio.Event()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether `leave` was called."""
+        return self.left.is_set()
 
     def leave(self) -> None:
-        """From now on not ready, and every answer ends its connection."""
-        self.leaving = True
+        """From now on not ready, every answer ends its connection, and what would go on for ever ends."""
+        self.left.set()
 
     def reasons(self) -> tuple[str, ...]:
         """Why not ready; () = ready."""

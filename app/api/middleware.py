@@ -20,8 +20,10 @@ from app.errors import Draining, Fault, WidebeamError
 from app.runtime.logs import Log
 
 SAFE_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-QUIET: Final = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics"})
-"""Probes: their lines are written at level debug."""
+QUIET: Final = frozenset({
+    "/livez", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics", "/status", "/events"
+})  # fmt: skip
+"""Probes, and what a console asks every other second: their lines are written at level debug."""
 
 
 class Record:

@@ -48,12 +48,10 @@ def read_pages() -> dict[str, Page]:
         for one in files("app.api").joinpath("console").iterdir()
         if one.name.rpartition(".")[2] in KINDS
     }
-    found[""] = found.pop("index.html", None) or _missing()
+    if "index.html" not in found:
+        raise FileNotFoundError("app/api/console/index.html")
+    found[""] = found.pop("index.html")
     return {BASE + name: page for name, page in found.items()}
-
-
-def _missing() -> Page:
-    raise FileNotFoundError("app/api/console/index.html")
 
 
 class Console:

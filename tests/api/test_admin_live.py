@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tests.api.support import ask, get
 from tests.live_support import live_server
-from tests.runtime.test_cutover import world
+from tests.runtime.test_cutover import weights, world
 
 READ, WRITE = "Bearer r-token", "Bearer w-token"
 
@@ -85,3 +87,71 @@ async def test_the_document_describes_every_body(shared):
     document = (await get(shared.admin, "/admin/v1/openapi.json")).json()
     for name in ("PolicyText", "Kill", "Versions"):
         assert name in document["components"]["schemas"]
+
+
+async def test_a_decision_counts_only_for_the_epoch_it_names(shared):
+    before = (await get(shared.admin, "/admin/v1/status")).headers["etag"]
+    assert before == f'"{(await shared.status())["epoch"]}"'
+    assert (await get(shared.admin, "/admin/v1/snapshots")).headers["etag"] == before
+
+    async def post(path, body=None, match=None):
+        return await ask(shared.admin, body, path=f"/admin/v1/{path}", if_match=match)
+
+    done = await post("kill", {"kill": ["narrow"]}, before)
+    assert done.status == 200
+    assert done.headers["etag"] != before
+    active = (await shared.status())["active"]["snapshot"]
+    for path, body in (
+        ("kill", {"kill": ["narrow"]}), ("snapshots:unpin", None), ("snapshots:promote", {"weights": "v1"}),
+        ("drain", None), (f"snapshots/{active}:pin", None), (f"snapshots/{active}:rollback", None),
+        ("policies:reload", None),
+    ):  # fmt: skip
+        late = await post(path, body, before)
+        assert (late.status, late.json()["error"]["code"]) == (412, "epoch_changed"), path
+    assert (await shared.status())["desired"]["asked"] == {}
+    assert (await post("snapshots:unpin", None, "*")).status == 200
+    now = (await get(shared.admin, "/admin/v1/status")).headers["etag"]
+    assert (await post("snapshots:unpin", None, f'"other", {now}')).status == 200
+
+
+async def test_of_two_decisions_at_once_that_name_one_epoch_one_is_carried_out(shared):
+    epoch = (await get(shared.admin, "/admin/v1/status")).headers["etag"]
+    active = (await shared.status())["active"]["snapshot"]
+    replies = await asyncio.gather(
+        *(ask(shared.admin, path=f"/admin/v1/snapshots/{active}:pin", if_match=epoch) for _ in range(5))
+    )
+    assert sorted(reply.status for reply in replies) == [200, 412, 412, 412, 412]
+
+
+async def test_the_history_can_be_cut(shared):
+    for names in (["narrow"], []):
+        await shared.post("kill", {"kill": names, "revive": [] if names else ["narrow"]})
+    whole = (await get(shared.admin, "/admin/v1/history")).json()["history"]
+    assert [one["cause"] for one in whole] == ["start", "kill", "kill"]
+    assert whole == (await shared.status())["history"]
+    assert (await get(shared.admin, "/admin/v1/history?limit=1")).json()["history"] == whole[-1:]
+    assert (await get(shared.admin, "/admin/v1/history?limit=0")).json()["history"] == []
+    assert (await get(shared.admin, "/admin/v1/history?limit=201")).status == 422
+
+
+async def test_each_promotion_rollback_and_rejection_is_one_line_with_cause_and_timing(tmp_path):
+    async with live_server(world(tmp_path)) as server:
+        weights(server.root, "v2", 5)
+        status = await server.settles(lambda status: status["active"]["weights"]["version"] == "v2")
+        old = next(one["id"] for one in status["snapshots"] if one["weights"]["version"] == "v1")
+        new = status["active"]["snapshot"]
+        assert (await server.post(f"snapshots/{old}:rollback")).status == 200
+        assert (await server.post("snapshots:promote?wait=60", {"weights": "v2"})).status == 200
+        (server.root / "weights" / "v3").mkdir()
+        (server.root / "weights" / "v3" / "MANIFEST.json").write_text("{}")
+        await server.settles(lambda status: any(one["state"] == "rejected" for one in status["artifacts"]))
+        decisions = server.events("decision")
+        assert [(one["cause"], one["weights"], one["vocab"]) for one in decisions] == [
+            ("rollback", "v1", "v1"), ("promote", "v2", "v1")
+        ]  # fmt: skip
+        assert decisions[0]["before"] == new
+        assert all(one["ms"] >= 0 and one["level"] == "info" for one in decisions)
+        (rejected,) = server.events("artifact_rejected")
+        assert (rejected["kind"], rejected["version"], rejected["level"]) == ("weights", "v3", "error")
+        assert {"code", "message", "location"} <= set(rejected)
+        assert rejected["ms"] >= 0

@@ -27,7 +27,7 @@ async function call(method, path, { body, epoch, waitMs = 0 } = {}) {
   if (epoch) headers["if-match"] = `"${epoch}"`;
   let reply;
   try {
-    reply = await fetch(new URL(path, BASE), {
+    reply = await fetch(new URL(`./${path}`, BASE), { // ./: "snapshots:unpin" alone would be a scheme
       method,
       headers,
       body: body === undefined ? undefined : JSON.stringify(body),
