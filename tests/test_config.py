@@ -150,6 +150,7 @@ def test_load_thresholds_have_defaults_and_must_be_in_order():
 def test_every_key_is_on_the_page():
     page = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text()
     keys = [key for part in (SidConfig, Limits, Server, Log, RequestFields, Load) for key in part.__struct_fields__]
+    keys += [key for part in (Attribute, Prior) for key in part.__struct_encode_fields__]
     assert [key for key in keys if f"`{key}`" not in page] == []
 
 
