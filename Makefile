@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ROOT ?= .
 
-.PHONY: help demo serve test unit lint test-oracles bench-cpu bench-vocab soak movielens clean
+.PHONY: help demo serve test unit lint test-oracles test-kernels bench-cpu bench-vocab soak movielens clean
 
 help:
 	@echo "make demo          set up, start a server on this folder, recommend for three users, stop"
 	@echo "make serve         serve this folder (ROOT=...) until interrupted"
 	@echo "make test          lint, types, import directions, unit tests"
 	@echo "make test-oracles  the outside references: transformers (needs more packages, installs them)"
+	@echo "make test-kernels  every CUDA kernel compiles for every architecture; no GPU (installs NVRTC)"
 	@echo "make bench-cpu     Widebeam against transformers and a fair peer on this CPU; writes bench/results/"
 	@echo "make soak          long runs: leaks, cancellations"
 	@echo "make movielens     train and evaluate the demo's model"
@@ -35,6 +36,11 @@ $(VENV)/.oracles: $(VENV)/.dev
 	@$(INSTALL) --editable '.[dev,oracles]'
 	@touch $@
 
+$(VENV)/.kernels: $(VENV)/.dev
+	@echo "installing NVRTC into $(VENV)"
+	@$(INSTALL) --editable '.[dev,kernels]'
+	@touch $@
+
 demo: $(VENV)/.base
 	@$(BIN)/widebeam demo --root $(ROOT)
 
@@ -54,6 +60,9 @@ test: lint unit
 
 test-oracles: $(VENV)/.oracles
 	$(BIN)/python -m pytest tests/oracles
+
+test-kernels: $(VENV)/.kernels
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --timeout 300 tests/kernels tests/ops
 
 bench-cpu: $(VENV)/.oracles
 	$(BIN)/python -m bench.cpu

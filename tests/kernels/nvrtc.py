@@ -7,7 +7,6 @@ import re
 import site
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
@@ -48,10 +47,8 @@ def builds(source: Path) -> list[Build]:
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """libnvrtc of the wheel; None where it is not installed."""
-    if find_spec("nvidia") is None:
-        return None
+def library() -> ctypes.CDLL:
+    """libnvrtc of the wheel nvidia-cuda-nvrtc."""
     for root in site.getsitepackages():
         for path in sorted(Path(root).glob("nvidia/**/libnvrtc.so.*")):
             if "alt" not in path.name:
@@ -59,13 +56,12 @@ def library() -> ctypes.CDLL | None:
                     if "alt" not in part.name:
                         ctypes.CDLL(str(part))  # which it looks for by name
                 return ctypes.CDLL(str(path))
-    return None
+    raise AssertionError("NVRTC is not installed: make test-kernels does")
 
 
 def compiled(source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
     """(cubin, or b"" for a virtual architecture; log). Raises AssertionError with the log where it does not compile."""
     nvrtc = library()
-    assert nvrtc is not None
     program = ctypes.c_void_p()
     assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))

@@ -1,0 +1,56 @@
+"""Every kernel compiles for every architecture that is served, without a GPU, and spills nothing on sm_90 (`make
+test-kernels`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from app.ops import cuda
+from tests.kernels import nvrtc
+from tests.kernels.nvrtc import Build
+
+REPOSITORY = Path(__file__).parents[2]
+SOURCES = sorted([*REPOSITORY.glob("app/ops/*/*.cu"), *REPOSITORY.glob("bench/*.cu")])
+ARCHITECTURES = ("sm_80", "sm_86", "sm_100", "sm_120", "compute_80")
+CUPY = ("-ftz=true", "--device-as-default-execution-space")
+"""What CuPy adds of itself."""
+
+
+def compiled(build: Build, arch: str, *more: str) -> tuple[bytes, str]:
+    options = (*cuda.options(dict(build.define)), *CUPY, f"-arch={build.arch or arch}", *more)
+    return nvrtc.compiled(build.source.read_text("utf-8"), options)
+
+
+def covering(builds: Iterable[Build]) -> list[Build]:
+    """A few of them that have every value of every definition once."""
+    chosen, seen = [], set()
+    for build in builds:
+        if not seen >= set(build.define):
+            chosen.append(build)
+            seen |= set(build.define)
+    return chosen
+
+
+@pytest.mark.parametrize("build", [b for source in SOURCES for b in nvrtc.builds(source)], ids=str)
+def test_a_kernel_does_not_spill_on_sm_90(build):
+    cubin, log = compiled(build, "sm_90", "--ptxas-options=-v")
+    assert cubin[:4] == b"\x7fELF"
+    found = nvrtc.entries(log)
+    assert found, log
+    assert [entry for entry in found if entry.spilled > build.spill] == []
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_kernel_compiles_for_every_architecture(source, arch):
+    portable = [build for build in nvrtc.builds(source) if build.arch is None]
+    for build in covering(portable):
+        compiled(build, arch)
+
+
+def test_a_source_that_is_wrong_fails_with_the_compilers_words():
+    with pytest.raises(AssertionError, match=r"identifier .* is undefined"):
+        nvrtc.compiled('extern "C" __global__ void f() { g(); }', ("-arch=sm_90",))
