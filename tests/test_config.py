@@ -7,10 +7,12 @@ import pytest
 
 from app.config import (
     NO_FIELDS,
+    Attribute,
     Deployment,
     Limits,
     Load,
     Log,
+    Prior,
     RequestFields,
     Server,
     SidConfig,
