@@ -170,6 +170,8 @@ def facts(asked: core.Request, outcome: core.Outcome) -> Mapping[str, object]:
     }
     if outcome.reason is not None:
         found["reason"] = outcome.reason
+    if outcome.load is not None:
+        found["load"] = outcome.load
     if outcome.experiments:
         found["arms"] = {seen.name: seen.arm for seen in outcome.experiments}
     if outcome.unknown_history or outcome.unknown_exclude:
