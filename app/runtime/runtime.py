@@ -154,7 +154,7 @@ class Runtime:
             self._metrics.snapshot("previous", {"id": before.id, **old})
         self._log.info(
             "snapshot_active", snapshot=snapshot.id, before=before.id if before else None, cause=cause,
-            contract=snapshot.contract.id, policies=snapshot.policies.id, **versions,
+            contract=snapshot.contract.id, policies=snapshot.policies.id, kernels=snapshot.engine.kernels, **versions,
         )  # fmt: skip
 
     def _held(self, cutover: Cutover, seconds: float) -> None:

@@ -7,14 +7,14 @@ which compiles).
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from app.ops import cuda
 from app.ops.gdn.replay import Records
 
 DEPTH = 8
@@ -22,14 +22,13 @@ DEPTH = 8
 _INPUTS = (torch.bfloat16, torch.float16)
 
 
-class _Kernel(NamedTuple):
-    """A compiled kernel: `columns` of V a block, `rows` of a request at a time, bytes of dynamic shared `memory`, and
-    how many blocks are `resident` on a processor."""
+class _Shape(NamedTuple):
+    """A compiled kernel: `columns` of V a block, `rows` of a request at a time, and how many blocks are `resident` on a
+    processor."""
 
-    function: Any
+    kernel: cuda.Kernel
     columns: int
     rows: int
-    memory: int
     resident: int
     processors: int
 
@@ -37,7 +36,7 @@ class _Kernel(NamedTuple):
 def unfit(window: Tensor, s_ctx: Tensor, records: Records, *, key_heads: int, ancestors: int) -> str | None:
     """Why the kernel cannot take these operands; None where it can."""
     hv, k, v = s_ctx.shape[1:]
-    reason = _unfit_device(window.device)
+    reason = cuda.unfit(window.device)
     if reason is not None:
         return reason
     if window.dtype not in _INPUTS:
@@ -47,14 +46,6 @@ def unfit(window: Tensor, s_ctx: Tensor, records: Records, *, key_heads: int, an
     if s_ctx.dtype != torch.float32 or records.delta.dtype != torch.float16 or records.k.dtype != torch.float16:
         return "s_ctx and records: float32 and float16 are served"
     return f"ancestry: {ancestors} ancestors; at most {DEPTH}" if ancestors > DEPTH else None
-
-
-def _unfit_device(device: torch.device) -> str | None:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"window: on {device}; the kernel runs on NVIDIA GPUs"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "device: compute capability 8.0 is needed"
-    return None if find_spec("cupy") else "CuPy is not installed"
 
 
 def fused_replay(
@@ -97,51 +88,31 @@ def fused_replay(
         return out
     wgmma = not portable and torch.cuda.get_device_capability(window.device) == (9, 0)
     bf16, out32 = window.dtype == torch.bfloat16, dtype == torch.float32
-    kernel = _compiled(window.device.index or 0, k, v, bf16=bf16, out32=out32, wgmma=wgmma)
+    shape = _compiled(window.device, k, v, bf16=bf16, out32=out32, wgmma=wgmma)
     operands = [window.contiguous(), log_alpha.contiguous(), beta.contiguous(), s_ctx.contiguous(), *records]
     start, tree = row_start.to(torch.int32).contiguous(), ancestry.to(torch.int32).contiguous()
     for name, tensor in zip(Records._fields, records, strict=True):
         if not tensor.is_contiguous():
             raise ValueError(f"records.{name}: must be contiguous")
-    blocks = requests * hv * (v // kernel.columns)
-    splits = max(1, min(kernel.resident * kernel.processors // blocks, -(-n // (requests * kernel.rows))))
-    numbers = [np.int32(x) for x in (tree.shape[1], first, compact)]
-    _launch(
-        kernel, window.device, (blocks * splits,),
-        [operands[0].data_ptr(), np.int32(operands[0].shape[1]), *(x.data_ptr() for x in operands[1:]),
-         start.data_ptr(), tree.data_ptr(), *numbers, np.int64(records.k.shape[1]),
-         np.int32(-1 if into is None else into), np.int32(key_heads), np.int32(hv), np.int32(splits), out.data_ptr()],
+    blocks = requests * hv * (v // shape.columns)
+    splits = max(1, min(shape.resident * shape.processors // blocks, -(-n // (requests * shape.rows))))
+    shape.kernel.launch(
+        blocks * splits, shape.rows * 4,
+        operands[0].data_ptr(), np.int32(operands[0].shape[1]), *(x.data_ptr() for x in operands[1:]),
+        start.data_ptr(), tree.data_ptr(), *(np.int32(x) for x in (tree.shape[1], first, compact)),
+        records.k.shape[1], *(np.int32(x) for x in (-1 if into is None else into, key_heads, hv, splits)),
+        out.data_ptr(),
     )  # fmt: skip
     return out
 
 
-def _launch(kernel: _Kernel, device: torch.device, grid: tuple[int], arguments: list[Any]) -> None:
-    with torch.cuda.device(device), _stream(torch.cuda.current_stream(device).cuda_stream):
-        kernel.function(grid, (kernel.rows * 4,), tuple(arguments), shared_mem=kernel.memory)
-
-
 @cache
-def _stream(pointer: int) -> Any:
-    """One of torch's streams as CuPy takes it. `Stream.from_external`, which is to follow `ExternalStream`, destroys
-    the stream when it is collected itself (CuPy 14)."""
-    import cupy  # noqa: PLC0415  there is none on a CPU
-
-    return cupy.cuda.ExternalStream(pointer)
-
-
-@cache
-def _compiled(device: int, k: int, v: int, *, bf16: bool, out32: bool, wgmma: bool) -> _Kernel:
-    """Once for each device and shape; NVRTC needs no toolkit, since the source includes nothing."""
-    import cupy  # noqa: PLC0415
-
+def _compiled(device: torch.device, k: int, v: int, *, bf16: bool, out32: bool, wgmma: bool) -> _Shape:
+    """Once for each device and shape."""
     columns, warps, resident = (128, 8, 2) if k == 128 else (64, 4, 3)
     flags = {"K": k, "V": v, "VT": columns, "BF16": int(bf16), "OUT32": int(out32), "WGMMA": int(wgmma)}
-    source = Path(__file__).with_name("kernel.cu").read_text("utf-8")
-    with cupy.cuda.Device(device):
-        options = ["--std=c++17", *(f"-D{name}={x}" for name, x in flags.items())]
-        module = cupy.RawModule(code=source, options=(*options, *(["-arch=sm_90a"] if wgmma else [])))
-        function = module.get_function("replay")
-        memory = k * columns * 4 + warps * 8 * DEPTH * 16
-        function.max_dynamic_shared_size_bytes = memory
+    memory = k * columns * 4 + warps * 8 * DEPTH * 16
+    source = Path(__file__).with_name("kernel.cu")
+    kernel = cuda.load(source, "replay", device, memory=memory, arch="sm_90a" if wgmma else "", **flags)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return _Kernel(function, columns, warps * 8, memory, resident, processors)
+    return _Shape(kernel, columns, warps * 8, resident, processors)

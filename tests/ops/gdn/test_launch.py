@@ -16,9 +16,9 @@ def operands(dtype=torch.bfloat16, k=128, v=128, hv=4, record=torch.float16):
 
 def test_a_cpu_is_refused_with_the_reason():
     window, s_ctx, records = operands()
-    assert unfit(window, s_ctx, records, key_heads=2, ancestors=1) == "window: on cpu; the kernel runs on NVIDIA GPUs"
+    assert unfit(window, s_ctx, records, key_heads=2, ancestors=1) == "cpu is no NVIDIA GPU of compute capability 8.0"
     gates = torch.zeros(3, 4)
-    with pytest.raises(ValueError, match="the kernel runs on NVIDIA GPUs"):
+    with pytest.raises(ValueError, match="cpu is no NVIDIA GPU"):
         fused_replay(
             window, gates, gates, s_ctx, records, key_heads=2, row_start=torch.tensor([0, 3]),
             ancestry=torch.zeros(3, 0), into=None,
@@ -39,6 +39,6 @@ def test_a_cpu_is_refused_with_the_reason():
     ],
 )
 def test_a_shape_that_the_kernel_does_not_take_is_told(how, ancestors, reason, monkeypatch):
-    monkeypatch.setattr(launch, "_unfit_device", lambda _: None)
+    monkeypatch.setattr(launch.cuda, "unfit", lambda _: None)
     found = unfit(*operands(**how), key_heads=2, ancestors=ancestors)
     assert found is None if reason is None else reason in found
