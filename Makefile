@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ROOT ?= .
 
-.PHONY: help demo serve test unit lint test-oracles test-kernels bench-cpu bench-vocab soak movielens clean
+.PHONY: help demo serve test unit lint test-console test-docker test-oracles test-kernels bench-cpu bench-vocab soak movielens clean
 
 help:
 	@echo "make demo          set up, start a server on this folder, recommend for three users, stop"
@@ -13,6 +13,8 @@ help:
 	@echo "make test          lint, types, import directions, unit tests"
 	@echo "make test-oracles  the outside references: transformers (needs more packages, installs them)"
 	@echo "make test-kernels  every CUDA kernel compiles for every architecture; no GPU (installs NVRTC)"
+	@echo "make test-console  the console in a real browser (needs Chromium); pictures in build/console/"
+	@echo "make test-docker   the commands of docker/ in a fresh environment, without Docker"
 	@echo "make bench-cpu     Widebeam against transformers and a fair peer on this CPU; writes bench/results/"
 	@echo "make soak          long runs: leaks, cancellations"
 	@echo "make movielens     train and evaluate the demo's model"
@@ -63,6 +65,13 @@ test-oracles: $(VENV)/.oracles
 
 test-kernels: $(VENV)/.kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --timeout 300 tests/kernels tests/ops
+
+test-console: $(VENV)/.dev
+	@command -v chromium chromium-browser google-chrome > /dev/null || { echo "Chromium is needed: apt-get install chromium"; exit 1; }
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/console
+
+test-docker: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/docker --timeout 600
 
 bench-cpu: $(VENV)/.oracles
 	$(BIN)/python -m bench.cpu

@@ -1,0 +1,118 @@
+"""The commands of docker/Dockerfile.cpu, run without Docker: what is copied, the install in a fresh environment, the
+entry point as another user on a root that it cannot write to, the health check, the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.test_docker import ROOT, commands, instructions, of, tracked
+
+UID = 10001
+
+
+@pytest.fixture(name="place", scope="module")
+def installed():
+    """opt/ with the environment, src/ with what the build stage copies; readable by everybody."""
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        place.chmod(0o755)
+        build = instructions("Dockerfile.cpu")[0]
+        sources = [source for line in of(build, "COPY") for source in line.split()[:-1]]
+        for file in tracked():
+            if any(file == source or file.startswith(f"{source}/") for source in sources):
+                (place / "src" / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / file, place / "src" / file)
+        subprocess.run([sys.executable, "-m", "venv", place / "opt"], check=True)
+        install = [word.replace("/opt/widebeam", str(place / "opt")) for word in commands("Dockerfile.cpu")[0]]
+        install.remove("--no-cache-dir")  # an image has no cache to use; a machine that runs this often does
+        subprocess.run([*install, "--quiet"], check=True, cwd=place / "src")
+        shutil.rmtree(place / "src")  # the runtime stage does not have it
+        yield place
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
+
+
+def test_the_image_s_commands_serve_the_demo_and_end(place):
+    root, state = place / "srv", place / "state"
+    for folder in ("weights", "vocab", "policies"):
+        shutil.copytree(ROOT / folder, root / folder)
+    text = (ROOT / "docker" / "demo.toml").read_text().replace("/var/lib/widebeam", str(state))
+    (root / "deployment.toml").write_text(text)
+    (root / "admin.tokens").write_text("read r-token\nwrite w-token\n")
+    state.mkdir()
+    other = {}
+    if os.geteuid() == 0:  # as in the image: somebody who owns nothing but the state
+        os.chown(state, UID, UID)
+        other = {"user": UID, "group": UID, "extra_groups": []}
+    public, admin = free_ports(2)
+    _, entry, health = commands("Dockerfile.cpu")
+    words = {"/srv/widebeam": str(root), "8000": str(public), "8001": str(admin), "0.0.0.0": "127.0.0.1"}
+    entry = [words.get(word, word.replace("/opt/widebeam", str(place / "opt"))) for word in entry]
+    health = [word.replace("/opt/widebeam", str(place / "opt")).replace(":8000/", f":{public}/") for word in health]
+    bin_only = {"PATH": "/nothing", "HOME": str(state), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+    before = everything(root)
+    with (place / "log").open("wb") as log:
+        server = subprocess.Popen(entry, stdout=log, stderr=log, cwd="/", env=bin_only, **other)
+    try:
+        base = f"http://127.0.0.1:{public}"
+        wait(server, lambda: httpx.get(f"{base}/readyz").status_code == 200, place / "log")
+        assert subprocess.run(health, env=bin_only, check=False).returncode == 0
+        body = {"context": {"history": ["296", "318", "593"]}, "k": 5}
+        answer = httpx.post(f"{base}/v1/recommend", json=body, timeout=60).json()
+        assert len(answer["items"]) == 5, answer
+        console = httpx.get(f"http://127.0.0.1:{admin}/console/")
+        assert (console.status_code, "Widebeam" in console.text) == (200, True)
+        status = httpx.get(f"http://127.0.0.1:{admin}/admin/v1/status", headers={"authorization": "Bearer r-token"})
+        assert status.json()["ready"]
+        assert everything(root) == before
+        assert any(state.iterdir())
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(45) == 0
+        assert subprocess.run(health, env=bin_only, check=False, stderr=subprocess.DEVNULL).returncode != 0
+    finally:
+        server.kill()
+        server.wait()
+
+
+def wait(server: subprocess.Popen, true, log: Path) -> None:
+    end = time.monotonic() + 120
+    while True:
+        assert server.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        try:
+            if true():
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+
+
+def test_the_package_brings_its_files(place):
+    (package,) = (place / "opt" / "lib").glob("python3.*/site-packages/app")
+    mine = {Path(one).relative_to("app") for one in tracked() if one.startswith("app/")}
+    assert mine == {
+        path.relative_to(package) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"
+    }
