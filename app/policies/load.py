@@ -6,7 +6,9 @@ Reading is separate from compiling: `snapshot` takes the bytes once, the rest is
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -30,6 +32,7 @@ from app.policies.values import NAME
 MAX_FILES = 1000
 EXPERIMENTS = "experiments"
 
+_KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
 _IGNORED = re.compile(r"[._].*|.*~|.*\.(?:swp|tmp|bak)|4913|#.*#")
 
 
@@ -116,11 +119,15 @@ class Folder:
     experiments: Mapping[str, Source] = field(default_factory=dict)
 
 
-def snapshot(directory: Path, shown: str = "policies") -> Folder:
+def snapshot(directory: Path, shown: str = "policies", root: Path | None = None) -> Folder:
     """Read every policy file of a folder. `shown` is how messages call the folder.
 
     Editor leftovers and hidden files are passed over; links may lead anywhere inside the folder and nowhere else.
+    root: where given, the folder itself may be a link to a place inside of it and to no other
     """
+    if root is not None and not _inside(directory, root.resolve()):
+        hint = "put the folder itself here, or a link to another folder of the root"
+        return Folder({}, refused=((shown, "S016", "the folder is a link that leads out of the root", hint),))
     refused: list[tuple[str, str, str, str]] = []
     sources = _sources(directory, shown, directory.resolve(), refused)
     experiments = _sources(directory / EXPERIMENTS, f"{shown}/{EXPERIMENTS}", directory.resolve(), refused)
@@ -150,8 +157,8 @@ def _sources(directory: Path, shown: str, root: Path, refused: list[tuple[str, s
         elif len(sources) == MAX_FILES:
             refused.append((file, "S012", f"more than {MAX_FILES} policy files", ""))
             break
-        elif (source := _read(path, file)) is None:
-            refused.append((file, "S016", "the file cannot be read", ""))
+        elif isinstance(source := _read(path, file), str):
+            refused.append((file, "S016", source, "put a plain file there that the server may read"))
         else:
             sources[path.stem] = source
     return sources
@@ -166,17 +173,18 @@ def _inside(path: Path, root: Path) -> bool:
     return real.is_relative_to(root)
 
 
-def _read(path: Path, file: str) -> Source | None:
-    """At most one byte over the limit, so that a huge file costs nothing; None for what is no plain file."""
+def _read(path: Path, file: str) -> Source | str:
+    """At most one byte over the limit, so that a huge file costs nothing; why not, for what cannot be read."""
     try:
-        if not path.is_file():  # a pipe would block
-            return None
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):  # a pipe would block
+            return f"a {_KINDS.get(stat.S_IFMT(mode), 'special file')} stands where a file should"
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
             size = path.stat().st_size if len(data) > MAX_BYTES else len(data)
         return Source(file, data, size)
-    except OSError:
-        return None
+    except OSError as error:
+        return f"the file cannot be read: {os.strerror(error.errno) if error.errno else error}"
 
 
 def load_policies(
@@ -228,7 +236,7 @@ def compile_folder(
     kept_texts = {
         name.removeprefix(prefix): one.source for name, one in (last_good or {}).items() if name.startswith(prefix)
     }
-    shared = load_traffic(folder.traffic, folder.experiments, known, now, running, kept_texts)
+    shared = load_traffic(folder.traffic, folder.experiments, known, now, running, kept_texts, contract.request)
     findings = tuple(sorted((*found, *shared.findings), key=lambda one: (one.span, one.rule.code, one.message)))
     return PolicySet(policies, shared.default, findings, shared.traffic, shared.experiments)
 

@@ -28,7 +28,11 @@ TRAFFIC: Final = "traffic"
 EXPERIMENT: Final = "experiments/"
 
 GONE: Final = "the file is gone, and the policy keeps its last good text"
-GONE_HELP: Final = "bring the file back, or take away what needs it: `default` of traffic.yaml, files that extend it"
+GONE_HELP: Final = (
+    "bring the file back, or take away what needs it: `default` of traffic.yaml, files that extend it, experiments"
+)
+
+ALIVE: Final = ("running", "paused")
 
 Compile = Callable[[Folder, Mapping[str, Kept]], PolicySet]
 """`policies.load.compile_folder` for the contract and the catalogue at hand: (files, last good texts) to policies."""
@@ -83,8 +87,16 @@ class InForce:
 
     def problems(self) -> dict[str, str]:
         """What is wrong by policy, as text; "" for what belongs to no policy."""
-        gone = dict.fromkeys(self.gone, "the file is gone")
+        gone = {name: f"{self.missing(name)['message']}" for name in self.gone}
         return {**gone, **dict(self.policies.rejections()), **self.faults}
+
+    def missing(self, name: str) -> dict[str, object]:
+        """What there is in the place of the file of a name in `gone`, as a finding: nothing, or what is no file."""
+        file = self.kept[name].source.file
+        for refused, code, message, hint in self.disk.refused:
+            if refused == file:
+                return _finding(file, code, f"{message}; the policy keeps its last good text", hint)
+        return _finding(file, "gone", GONE, GONE_HELP)
 
     def texts(self) -> dict[str, Kept]:
         """What each policy that serves was made of, by policy id."""
@@ -170,9 +182,15 @@ def _filled(folder: Folder, good: Mapping[str, Kept], gone: Mapping[str, float])
 
 
 def _needed(name: str, policies: PolicySet, gone: Mapping[str, float]) -> bool:
-    """Whether a policy without a file is the default, or an ancestor of one that has a file."""
+    """Whether a policy without a file is the default, the holdout's, an arm of an experiment that has not stopped,
+    or an ancestor of one that has a file."""
     children = (one.kept for child, one in policies.policies.items() if child not in gone and not one.stale)
-    return name == policies.default or any(kept is not None and name in kept.files for kept in children)
+    traffic = policies.traffic
+    served = [arm.plan for one in traffic.experiments.values() if one.state in ALIVE for arm in one.arms]
+    served += [traffic.holdout.plan] if traffic.holdout else []
+    if name == policies.default or any(plan is not None and plan.policy == name for plan in served):
+        return True
+    return any(kept is not None and name in kept.files for kept in children)
 
 
 def _trusted_traffic(
@@ -269,7 +287,7 @@ def _one(state: InForce, name: str, clock: float, killed: frozenset[str]) -> dic
     if name in state.faults:
         shown["errors"] = [_finding(f"policies/{name}.yaml", "canary_failed", state.faults[name], "")]
     elif name in state.gone:
-        shown["errors"] = [_finding(state.kept[name].source.file, "gone", GONE, GONE_HELP)]
+        shown["errors"] = [state.missing(name)]
     elif loaded.stale and source is not None:
         shown["pending_sha"] = source.sha[:12]
     return shown

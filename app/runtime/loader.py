@@ -227,7 +227,7 @@ class _Gate:
         """The policies of the root; a default that cannot serve keeps the server from being ready."""
         folder, state = self._root / "policies", self._root / self._deployment.server.state_dir
         listing = scan(folder)  # before the files are read: what changes meanwhile is a change to whoever watches
-        files = snapshot(folder, "policies")
+        files = snapshot(folder, "policies", self._root)
         compile_ = compiler(parts.contract, catalogue_of(parts.vocab, parts.side), Cache(self._operators))
         self.in_force = renew(None, files, listing, compile_, self._clock(), load_last_good(state))
         for name, text in self.in_force.problems().items():
@@ -266,23 +266,23 @@ def bind(
     weights_option: Option,
     vocab: Vocab,
     vocab_option: Option,
-    side: SideData | None = None,
+    known: Snapshot | None = None,
 ) -> Parts:
-    """Check weights, vocab and overlay against each other and make their contract. Raises Rejected.
+    """Check weights, vocab and overlay against each other. Raises Rejected.
 
-    side: what the overlay declares of the vocab, where that was made before
+    known: a snapshot of the same vocab under the same declarations, whose trie and columns are taken over
     """
     engine = weights.engine
     check_tokens(engine.missing_tokens(), vocab, f"vocab/{vocab_option.version}")
     since = now_iso()
-    side = side_data(vocab, deployment) if side is None else side
+    side = known.side if known is not None else side_data(vocab, deployment)
     return Parts(
         contract=weights.contract,
         engine=engine,
         weights=ArtifactRef(weights_option.version, weights_option.digest, since),
         vocab=vocab,
         vocab_ref=ArtifactRef(vocab_option.version, vocab_option.digest, since),
-        trie=DeviceTrie.of(vocab, engine.device, side),
+        trie=known.trie if known is not None else DeviceTrie.of(vocab, engine.device, side),
         side=side,
     )
 

@@ -91,7 +91,7 @@ class PolicyUpdates:
 
     async def reload(self, listing: Listing | None = None) -> bool:
         """Read and compile the folder now, changed or not. listing: a scan of this moment."""
-        read = partial(load.snapshot, shown=SHOWN)
+        read = partial(load.snapshot, shown=SHOWN, root=self._directory.parent)
         found = await settled(self._directory, read, self._background, QUIET_S, listing)
         if found is None:
             return False

@@ -46,14 +46,26 @@ def scan(directory: Path) -> Listing:
     """Names, sizes and digests of the files of a folder and its subfolders, links followed, hidden names passed over.
 
     Of a file above 1 MiB the first MiB counts, with its size and times. What cannot be read is listed as unreadable, so
-    that a change of permissions is a change. Never raises for what the disk says.
+    that a change of permissions is a change. Nothing is opened that a link puts outside: a folder that leads out of the
+    one that it stands in counts as missing, what leads out of the folder is only listed. Never raises for what the disk
+    says.
     """
-    if not directory.is_dir():
+    if not directory.is_dir() or _leads_out(directory, directory.parent):
         return Listing(False)
-    return Listing(True, tuple(sorted(_files(directory, "", DEPTH))))
+    return Listing(True, tuple(sorted(_files(directory, directory, "", DEPTH))))
 
 
-def _files(directory: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, str]]:
+def _leads_out(path: Path, folder: Path) -> bool:
+    """Whether a path is a link to a place outside of a folder."""
+    if not path.is_symlink():
+        return False
+    try:
+        return not path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a link that leads to itself
+        return True
+
+
+def _files(whole: Path, directory: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, str]]:
     try:
         names = sorted(os.listdir(directory))[:MAX_FILES]  # noqa: PTH208  names alone: no Path is needed for each
     except OSError as error:
@@ -65,9 +77,11 @@ def _files(directory: Path, prefix: str, depth: int) -> Iterator[tuple[str, int,
         path = directory / name
         try:
             status = path.stat()
-            if stat.S_ISDIR(status.st_mode):
+            if _leads_out(path, whole):
+                yield (f"{prefix}{name}", -1, "outside")
+            elif stat.S_ISDIR(status.st_mode):
                 if depth > 1:
-                    yield from _files(path, f"{prefix}{name}/", depth - 1)
+                    yield from _files(whole, path, f"{prefix}{name}/", depth - 1)
             elif stat.S_ISREG(status.st_mode):
                 yield (f"{prefix}{name}", *_fingerprint(path))
             else:

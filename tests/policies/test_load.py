@@ -119,6 +119,28 @@ def test_a_folder_and_a_pipe_named_like_a_policy_do_not_hang_the_loader(folder):
     assert [one.rule.code for one in load(folder).findings] == ["S016", "S016"]
 
 
+def test_what_is_no_file_is_called_what_it_is(folder):
+    (folder / "dir.yaml").mkdir()
+    os.mkfifo(folder / "pipe.yaml")
+    (folder / "secret.yaml").write_text("widebeam: 1\n")
+    (folder / "secret.yaml").chmod(0)
+    said = {one.span.file: one.message for one in load(folder).findings}
+    assert said["policies/dir.yaml"] == "a folder stands where a file should"
+    assert said["policies/pipe.yaml"] == "a pipe stands where a file should"
+    if os.geteuid():  # nothing is unreadable to root
+        assert said["policies/secret.yaml"] == "the file cannot be read: Permission denied"
+
+
+def test_a_folder_that_leads_out_of_its_root_is_not_read(folder, tmp_path):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "policies").symlink_to(folder)
+    assert snapshot(tmp_path / "root" / "policies").sources.keys() == {"base"}
+    out = snapshot(tmp_path / "root" / "policies", root=tmp_path / "root")
+    assert (out.sources, out.traffic, out.experiments) == ({}, None, {})
+    assert [one[2] for one in out.refused] == ["the folder is a link that leads out of the root"]
+    assert snapshot(tmp_path / "root" / "policies", root=tmp_path).sources.keys() == {"base"}  # inside of that one
+
+
 def test_a_huge_file_is_refused_without_being_read(folder):
     with (folder / "huge.yaml").open("wb") as file:
         file.truncate(50 * 2**20)

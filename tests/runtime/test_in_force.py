@@ -30,13 +30,19 @@ class Server:
     def __init__(self):
         self.cache, self.state, self.clock = Cache(), None, 100.0
 
-    def read(self, texts, after=0.0, rules=None, listing=THERE, refused=(), kept=None, limits=CONTRACT) -> InForce:
+    def read(
+        self, texts, after=0.0, rules=None, listing=THERE, refused=(), kept=None, limits=CONTRACT, trials=None
+    ) -> InForce:
         self.clock += after
         files = {name: Source(f"policies/{name}.yaml", text.encode()) for name, text in texts.items()}
         compile_ = compiler(
             limits, Catalogue((8, 64, 512)), self.cache, self.state.policies.traffic if self.state else None
         )
-        self.state = renew(self.state, Folder(files, rules, refused), listing, compile_, self.clock, kept)
+        experiments = {
+            name: Source(f"policies/experiments/{name}.yaml", text.encode()) for name, text in (trials or {}).items()
+        }
+        folder = Folder(files, rules, refused, experiments)
+        self.state = renew(self.state, folder, listing, compile_, self.clock, kept)
         return self.state
 
     def width(self, name):
@@ -152,6 +158,64 @@ def test_a_file_that_cannot_be_read_is_not_gone():
     for _ in range(3):
         server.read({"base": GOOD.format(3)}, after=100, refused=refused)
     assert (server.width("p"), server.shown("p")) == (4, "stale")
+
+
+@pytest.mark.parametrize(
+    ("refused", "code", "words"),
+    [
+        ((), "gone", "the file is gone"),
+        ((("policies/p.yaml", "S016", "a pipe stands where a file should", "help"),), "S016", "a pipe stands where"),
+        ((("policies/p.yaml", "S016", "the file cannot be read: Permission denied", ""),), "S016", "Permission denied"),
+        ((("policies/other.yaml", "S016", "a pipe stands where a file should", ""),), "gone", "the file is gone"),
+    ],
+)
+def test_what_stands_in_the_place_of_a_file_is_said(refused, code, words):
+    server = Server()
+    server.read({"base": GOOD.format(3), "p": GOOD.format(4)})
+    state = server.read({"base": GOOD.format(3)}, after=1, refused=refused)
+    [error] = server.shown("p", "errors")
+    assert (error["code"], error["file"]) == (code, "policies/p.yaml")
+    assert words in error["message"]
+    assert "keeps its last good text" in error["message"]
+    assert words in state.problems()["p"]
+
+
+RULES = Source(
+    "policies/traffic.yaml",
+    b"widebeam: 1\nkind: traffic\ndefault: base\nlayers: {ranking: {salt: r/1}}\n"
+    b"holdout: {share: 2%, salt: h/1, policy: held}\n",
+)
+TRIAL = """\
+widebeam: 1
+kind: experiment
+layer: ranking
+slots: [0, 10000]
+state: running
+salt: width/1
+arms:
+  control: {weight: 50, policy: base}
+  wide: {weight: 50, policy: wide}
+"""
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize(("state", "stays"), [("running", True), ("paused", True), ("stopped", False)])
+def test_arms_of_an_experiment_that_has_not_stopped_cannot_be_removed(restart, state, stays):
+    trials = {"width": TRIAL.replace("running", state)}
+    texts = {"base": GOOD.format(3), "wide": GOOD.format(6), "held": GOOD.format(4), "other": GOOD.format(5)}
+    server = Server()
+    server.read(texts, rules=RULES, trials=trials)
+    kept = server.state.kept
+    if restart:
+        server = Server()
+    for _ in range(3):
+        server.read({"base": texts["base"]}, after=100, rules=RULES, trials=trials, kept=kept)
+    assert (server.width("wide"), server.width("other")) == (6 if stays else None, None)
+    assert server.width("held") == 4  # the holdout's is served as long as there is a holdout
+    if stays:
+        assert server.shown("wide") == "stale"
+        arms = {arm.name: arm.plan.policy for arm in server.state.policies.traffic.experiments["width"].arms}
+        assert arms == {"control": "base", "wide": "wide"}
 
 
 @pytest.mark.parametrize(

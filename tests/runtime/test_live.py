@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import threading
 
 import pytest
 
@@ -186,6 +187,113 @@ async def test_a_folder_that_is_removed_and_made_again_is_followed(tmp_path, wat
 
         await delivered(server, "p", again(), {7})
         assert (await server.policies())["policies"]["base"]["state"] == "stale"  # the default cannot be removed
+
+
+TRAFFIC = "widebeam: 1\nkind: traffic\ndefault: p\nlayers: {ranking: {salt: ranking/1}}\n"
+TRIAL = (
+    "widebeam: 1\nkind: experiment\nlayer: ranking\nslots: [0, 10000]\nsalt: width/1\n"
+    "arms:\n  control: {{weight: 99, policy: {0}}}\n  other: {{weight: 1, policy: {0}}}\n"
+)
+
+
+@pytest.mark.parametrize("watch", ["events", "polling"])
+async def test_a_new_sub_folder_is_followed_with_the_file_that_it_came_with_and_later_ones(tmp_path, watch):
+    """R-08, mode 9: `policies/experiments/` appears later, in one go, and is written to again."""
+    root = delivery_root(tmp_path, watch, ["p"])
+    (root / "policies" / "seven.yaml").write_text(GOOD.format(7))
+    (root / "policies" / "three.yaml").write_text(GOOD.format(3))
+    (root / "policies" / "traffic.yaml").write_text(TRAFFIC)
+
+    def width(wanted):
+        async def look(server):
+            answer = await server.recommend("i1", user_id="u-1")
+            assert len(answer["items"]) in (5, 7, 3)
+            return len(answer["items"]) == wanted
+
+        return look
+
+    async with live_server(root) as server:
+        await server.sees(width(5))
+        made = root / "policies" / ".experiments"
+        made.mkdir()
+        (made / "trial.yaml").write_text(TRIAL.format("seven"))
+        made.rename(root / "policies" / "experiments")
+        await server.sees(width(7), 10)
+        # what is written into the new folder is seen there, too
+        (root / "policies" / "experiments" / "trial.yaml").write_text(TRIAL.format("three"))
+        await server.sees(width(3), 10)
+        assert server.events("policy_rejected") == []
+
+
+async def test_a_policy_folder_that_is_a_link_is_followed_inside_the_root_and_nowhere_else(tmp_path):
+    """A release link (serving.md 3.8) is pointed at the next release; one that leads out of the root is not opened."""
+    root = delivery_root(tmp_path / "root", "events", ["p"])
+    releases = root / "releases"
+    releases.mkdir()
+    (root / "policies").rename(releases / "v1")
+    shutil.copytree(releases / "v1", releases / "v2")
+    give(releases / "v2", "p", 7)
+    shutil.copytree(releases / "v1", tmp_path / "elsewhere")
+    give(tmp_path / "elsewhere", "p", 3)
+    (root / "policies").symlink_to("releases/v1")
+
+    def point(target):
+        (root / ".next").symlink_to(target)
+        (root / ".next").replace(root / "policies")
+
+    async with live_server(root) as server:
+        await server.sees(wide(5, policy="p"))
+        point("releases/v2")
+        await server.sees(wide(7, policy="p"), 10)
+        give(releases / "v2", "p", 6)  # an edit behind the link
+        await server.sees(wide(6, policy="p"), 10)
+        point("../elsewhere")
+        await server.sees(folder_is("missing"), 10)
+        assert await wide(6, policy="p")(server)
+        document = await server.policies()
+        assert [one["message"] for one in document["errors"]] == ["the folder is a link that leads out of the root"]
+        assert not document["last_attempt_ok"]
+        point("releases/v1")
+        await server.sees(wide(5, policy="p"), 10)
+        assert (await server.policies())["errors"] == []
+
+
+async def test_a_pipe_in_the_place_of_a_policy_is_said_and_its_text_goes_on_serving(tmp_path):
+    async with live_server(delivery_root(tmp_path, "events", ["p"])) as server:
+        file = server.root / "policies" / "p.yaml"
+        os.mkfifo(file.with_name(".pipe"))
+        file.with_name(".pipe").replace(file)
+
+        async def said(server):
+            return (await server.policies())["policies"]["p"]["state"] == "stale"
+
+        await server.sees(said, 10)
+        [error] = (await server.policies())["policies"]["p"]["errors"]
+        assert (error["code"], error["file"]) == ("S016", "policies/p.yaml")
+        assert error["message"] == "a pipe stands where a file should; the policy keeps its last good text"
+        assert await wide(5, policy="p")(server)
+
+
+async def test_no_disk_is_waited_for_on_the_event_loop(tmp_path, monkeypatch):
+    """The first start writes the last good texts and the policies by id; an edit writes them again."""
+    loop, real, waited = threading.current_thread(), os.fsync, []
+
+    def fsync(descriptor):
+        waited.append(threading.current_thread())
+        real(descriptor)
+
+    root = delivery_root(tmp_path, "events", ["p"])
+    monkeypatch.setattr(os, "fsync", fsync)
+    async with live_server(root) as server:
+        state = root / "state"
+        await server.sees(wide(5, policy="p"))
+        give(root / "policies", "p", 3)
+        await server.sees(wide(3, policy="p"))
+        await server.post("kill", {"kill": ["p"]})
+    assert (state / "last_good" / "p.json").is_file()
+    assert len(list((state / "policies").glob("*.json"))) >= 4
+    assert len(waited) >= 6
+    assert loop not in waited
 
 
 async def test_an_edit_is_live_within_300_ms(tmp_path):

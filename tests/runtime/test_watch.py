@@ -59,6 +59,22 @@ def test_a_scan_follows_links_and_survives_odd_entries(tmp_path):
     assert scan(folder).sha("p.yaml") != before.sha("p.yaml")
 
 
+def test_nothing_is_opened_behind_a_link_that_leads_out(tmp_path, monkeypatch):
+    folder, outside = tmp_path / "root" / "policies", tmp_path / "outside"
+    folder.mkdir(parents=True)
+    outside.mkdir()
+    (outside / "p.yaml").write_text("secret")
+    (folder / "p.yaml").symlink_to(outside / "p.yaml")
+    (folder / "experiments").symlink_to(outside)
+    assert scan(folder) == Listing(True, (("experiments", -1, "outside"), ("p.yaml", -1, "outside")))
+    (tmp_path / "root" / "link").symlink_to("policies")
+    assert scan(tmp_path / "root" / "link").present
+    (tmp_path / "root" / "out").symlink_to(outside)
+    assert scan(tmp_path / "root" / "out") == Listing(False)
+    (tmp_path / "root" / "round").symlink_to("round")
+    assert scan(tmp_path / "root" / "round") == Listing(False)
+
+
 def test_a_huge_file_costs_its_first_part(tmp_path):
     with (tmp_path / "big.yaml").open("wb") as stream:
         stream.truncate(50 << 20)
