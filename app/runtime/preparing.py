@@ -18,8 +18,9 @@ from app.runtime.loader import Parts, bind
 from app.runtime.memory import check_fits
 from app.runtime.reading import Weights, read_vocab, read_weights
 from app.runtime.residents import Resident
+from app.runtime.snapshot import Snapshot
 from app.runtime.states import State
-from app.vocab.aggregates import SideData, tables
+from app.vocab.aggregates import tables
 from app.vocab.manifest import Kind, read_manifest
 
 
@@ -94,8 +95,10 @@ class Preparation:
             vocab = await self._load("vocab", want.vocab, lambda path: read_vocab(path, want.deployment.sid.sizes))
         for kind, option in want.options:
             self._moved(kind, option, State.VALIDATING)
-        side = _side(want, residents)
-        return await self._background.run(lambda: bind(want.deployment, weights, want.weights, vocab, want.vocab, side))
+        known = _same_catalogue(want, residents)
+        return await self._background.run(
+            lambda: bind(want.deployment, weights, want.weights, vocab, want.vocab, known)
+        )
 
     def _read_weights(self, directory: Path, deployment: Deployment) -> Weights:
         check_fits(directory, deployment, self._device, self._slots.free_bytes)
@@ -124,11 +127,11 @@ def _weights(want: Want, residents: Iterable[Resident]) -> Weights | None:
     return None
 
 
-def _side(want: Want, residents: Iterable[Resident]) -> SideData | None:
-    """What the same tables declare of the same vocab."""
+def _same_catalogue(want: Want, residents: Iterable[Resident]) -> Snapshot | None:
+    """A snapshot of the same vocab under the same declarations of its columns."""
     mine = want.vocab.digest, tables(want.deployment)
-    sides = ((one.vocab.digest, one.snapshot.side) for one in residents)
-    return next((side for digest, side in sides if (digest, side.declared) == mine), None)
+    snapshots = ((one.vocab.digest, one.snapshot) for one in residents)
+    return next((one for digest, one in snapshots if (digest, one.side.declared) == mine), None)
 
 
 def _check_same(digest: str, option: Option) -> None:

@@ -45,12 +45,12 @@ class Side(NamedTuple):
     @property
     def low(self) -> float:
         """The lowest number of a prefix of the catalogue."""
-        return float(self.nodes[1:-1].min()) if len(self.nodes) > 2 else -np.inf  # noqa: PLR2004  root and outside
+        return float(self.nodes[1:-1].min()) if len(self.nodes) > 2 else -np.inf
 
     @property
     def high(self) -> float:
         """The highest."""
-        return float(self.nodes[1:-1].max()) if len(self.nodes) > 2 else np.inf  # noqa: PLR2004  root and outside
+        return float(self.nodes[1:-1].max()) if len(self.nodes) > 2 else np.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class SideData:
     """The declared columns of a vocab by `space.name`. declared: the tables that they were made for."""
 
     columns: Mapping[str, Side] = field(default_factory=dict)
-    declared: tuple[object, ...] = ()
+    declared: tuple[Mapping[str, Items | Prior], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +69,7 @@ class SideData:
 NOTHING = SideData()
 
 
-def tables(deployment: Deployment) -> tuple[object, ...]:
+def tables(deployment: Deployment) -> tuple[Mapping[str, Items | Prior], ...]:
     """What side data depend on, beside the vocab."""
     return deployment.attributes, deployment.priors, deployment.lists
 
@@ -77,19 +77,34 @@ def tables(deployment: Deployment) -> tuple[object, ...]:
 def side_data(vocab: Vocab, deployment: Deployment) -> SideData:
     """The declared columns of a vocab; what it costs is in bench/results/vocab.json.
 
-    Raises Rejected with the place in deployment.toml where the catalogue has no such attribute, or one of another type,
-    or where items have no value and nothing says what then.
+    Raises Rejected, all findings together, with the places in deployment.toml: where the catalogue has no such
+    attribute, or one of another type, or where items have no value and nothing says what then.
     """
     columns: dict[str, Side] = {}
-    for name, attribute in deployment.attributes.items():
-        columns[f"attr.{name}"] = _attribute(vocab, attribute, f"attributes.{name}")
-    for name, prior in deployment.priors.items():
-        columns[f"prior.{name}"] = _prior(vocab, prior, f"priors.{name}")
-    for name, listed in deployment.lists.items():
-        has = _holders(vocab.attributes, listed, f"lists.{name}")
-        columns[f"blocked.{name}"] = Side(_with(below(vocab, has, np.minimum), False), has, "all", listed.of)
-        columns[f"boosted.{name}"] = Side(_with(below(vocab, has, np.maximum), False), has, "any", listed.of)
+    wrong: list[Rejected] = []
+    for table, given in zip(("attributes", "priors", "lists"), tables(deployment), strict=True):
+        for name, declared in given.items():
+            try:
+                columns |= _columns(vocab, name, declared, f"{table}.{name}")
+            except Rejected as error:
+                wrong.append(error)
+    if wrong:
+        raise Rejected.together(wrong)
     return SideData(columns, tables(deployment))
+
+
+def _columns(vocab: Vocab, name: str, declared: Items | Prior, place: str) -> dict[str, Side]:
+    """The columns of one line of a table."""
+    if isinstance(declared, Attribute):
+        return {f"attr.{name}": _attribute(vocab, declared, place)}
+    if isinstance(declared, Prior):
+        return {f"prior.{name}": _prior(vocab, declared, place)}
+    has = _holders(vocab.attributes, declared, place)
+    whole, some = below(vocab, has, np.minimum), below(vocab, has, np.maximum)
+    return {
+        f"blocked.{name}": Side(_with(whole, False), has, "all", declared.of),
+        f"boosted.{name}": Side(_with(some, False), has, "any", declared.of),
+    }
 
 
 def below(vocab: Vocab, values: Values, join: np.ufunc) -> Values:

@@ -192,6 +192,17 @@ def test_what_the_catalogue_cannot_give_is_refused_with_its_place(tables, code, 
     assert refused.value.location == f"deployment.toml: {next(iter(tables))}.x"
 
 
+def test_everything_that_is_wrong_is_said_at_once():
+    given_ = declared(
+        attributes={"a": Attribute(of="nope", as_="max"), "b": Attribute(of="genre", as_="sum")},
+        lists={"c": Items(of="genre", least=1)},
+    )
+    with pytest.raises(Rejected) as refused:
+        side_data(vocab_of([((0, 0, 0), 1.0, "war")]), given_)
+    places = [one.location for one in (refused.value, *refused.value.others)]
+    assert places == [f"deployment.toml: {place}" for place in ("attributes.a", "attributes.b", "lists.c")]
+
+
 def test_weights_that_are_all_zero_and_sums_that_no_float32_holds_are_refused():
     with pytest.raises(Rejected, match="nothing to have a share of"):
         side_data(vocab_of([((0, 0, 0), 0.0, None)]), declared(priors={"p": Prior(of="number")}))
