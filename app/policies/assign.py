@@ -63,10 +63,11 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A compiled `where`: its canonical text, and its truth for a request."""
+    """A compiled `where`: its canonical text, its truth for a request, and the fields that it reads, ctx and user."""
 
     text: str
     test: Callable[[Facts], bool]
+    fields: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ bad edit leaves what runs as it was, with its own plans, as a whole. Slots belon
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from app.config import NO_FIELDS, RequestFields
 from app.policies.assign import Arm, Experiment, Holdout, Layer, Traffic, overlay
 from app.policies.diagnostics import Diagnostic, Findings, Span, listing, suggest
 from app.policies.experiment_file import ArmDraft, ExperimentDraft, read_experiment
@@ -51,16 +52,18 @@ def load_traffic(
     now: float,
     previous: Traffic | None = None,
     last_good: Mapping[str, Source] | None = None,
+    declared: RequestFields = NO_FIELDS,
 ) -> TrafficSet:
     """Read, check and bind. Never raises for what files say.
 
     experiments: files by name · now: wall-clock seconds · previous: the traffic that runs, under the same contract ·
-    last_good: texts of experiments that ran before this process, or under another contract
+    last_good: texts of experiments that ran before this process, or under another contract ·
+    declared: what the deployment declares of its requests
     """
     lines = {source.file: source.lines() for source in [traffic, *experiments.values()] if source}
     found = Findings(lambda file: lines.get(file, []))
     draft = read_traffic(traffic, found) if traffic else TrafficDraft(Span(f"policies/{FILE}", 1, 1, 2))
-    checks = ExperimentChecks(policies, found, now, previous)
+    checks = ExperimentChecks(policies, found, now, previous, declared=declared)
     draft = checks.traffic(draft, traffic.file if traffic else "")
     checks.remember(draft, {name: one for name, one in (last_good or {}).items() if name in experiments})
     standings: dict[str, Standing] = {}
@@ -110,9 +113,11 @@ def _assemble(
 
 @dataclass
 class ExperimentChecks(TrafficChecks):
-    """The findings of one load, experiment by experiment. before: what experiments were until now."""
+    """The findings of one load, experiment by experiment. before: what experiments were until now · declared: see
+    `load_traffic`"""
 
     before: dict[str, Experiment] = field(default_factory=dict)
+    declared: RequestFields = NO_FIELDS
 
     def remember(self, draft: TrafficDraft, last_good: Mapping[str, Source]) -> None:
         """What runs; for experiments that do not, what their last good text gives under the policies of now."""
@@ -178,6 +183,7 @@ class ExperimentChecks(TrafficChecks):
         if old is not None:
             self.change(old, one, made)
         self.age(one)
+        self.reads(one)
         stale = any(arm.policy is not None and arm.policy.value in self.policies.stale for arm in one.arms.value)
         if old is None or old.state != "running" or one.state != "running":
             stale = False  # nothing keeps an experiment from being paused
@@ -229,6 +235,16 @@ class ExperimentChecks(TrafficChecks):
         if one.state == "running" and one.ramp and self.now - one.ramp[0].value.since > OLD_S:
             days = int((self.now - one.ramp[0].value.since) / 86_400)
             self.found.add("W102", one.ramp[0].span, f"the experiment began {days} days ago", "decide it, then stop it")
+
+    def reads(self, one: ExperimentDraft) -> None:
+        """W104, where the deployment declares any field: a misspelt one would make nobody eligible."""
+        if one.where is None or self.declared == NO_FIELDS:
+            return
+        known: Mapping[str, Collection[str]] = {"user": self.declared.user, "ctx": self.declared.ctx}
+        for space, name in sorted(one.where.value.fields):
+            if name not in known[space]:
+                hint = suggest(name, known[space]) or "requests without it are not in the experiment"
+                self.found.add("W104", one.where.span, f"{space} has no `{name}` in this deployment", hint)
 
     # ---- against what runs -------------------------------------------------------------------------------------------
 

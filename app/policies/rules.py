@@ -95,5 +95,6 @@ RULES = _table(
     ("W101", "warning", "the arms of an experiment need different structures"),
     ("W102", "warning", "an experiment older than 90 days"),
     ("W103", "warning", "people may change arms while the experiment runs"),
+    ("W104", "warning", "`where` reads a field that the deployment does not declare"),
     ("C101", "error", "the compiled plan and the oracle differ"),
 )

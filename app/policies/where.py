@@ -66,7 +66,8 @@ def compile_where(scalar: Scalar, found: Findings) -> Condition | None:
         test = _Compiler(found).truth(node)
     except _Refused:
         return None
-    return Condition(show(node), _guarded(test, _fields(node))) if len(found) == before else None
+    fields = _fields(node)
+    return Condition(show(node), _guarded(test, fields), fields) if len(found) == before else None
 
 
 def _fields(node: Expr) -> frozenset[tuple[str, str]]:

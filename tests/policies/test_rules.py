@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from app.config import RequestFields
 from app.policies.builtin import BUILT_IN
 from app.policies.cache import Cache
 from app.policies.diagnostics import render
@@ -55,6 +56,8 @@ def load(folder, page, files):
     """The set after `files` were written, and what its own policy says; where the page says what ran before, that is
     loaded first."""
     sizes, widths = (json.loads(one) for one in re.search(r"sizes (\[.*?\]), widths (\[.*?\])", page).groups())
+    fields = dict.fromkeys(re.findall(r"request field `ctx\.(\w+)`", page), ())
+    on = replace(contract(sizes, widths), request=RequestFields(ctx=fields))
     moment = NOW.search(page)
     now = datetime.fromisoformat(moment[1]).timestamp() if moment else None
     running = None
@@ -63,9 +66,7 @@ def load(folder, page, files):
         for name, text in stage:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(text.encode())
-        loaded = compile_folder(
-            snapshot(folder), contract(sizes, widths), CATALOGUE, cache=Cache(OPERATORS), running=running, now=now
-        )
+        loaded = compile_folder(snapshot(folder), on, CATALOGUE, cache=Cache(OPERATORS), running=running, now=now)
         running = loaded.traffic
     own = loaded.policies.get(Path(files[-1][0]).stem)
     return [*(own.findings if own else ()), *loaded.findings]
