@@ -84,10 +84,13 @@ def check_functions(family: Family, functions: Sequence[Function], sizes: Sequen
 
 
 def _check_carried(family: Family, functions: Sequence[Function]) -> None:
-    """What is read must have been written before; only where every function could be followed."""
+    """What is read of a request must have been written before; only where every function could be followed.
+
+    Row slots are not looked at: an operator takes them whole, and finds in the ancestry that there is nothing to read.
+    """
     if not all(function.exported for function in functions):
         return
-    written: set[str] = set()
+    written = {spec.name for spec in family.state_specs() if spec.scope == "row"}
     for function in functions:
         written |= set(function.writes)
         for state in function.reads:

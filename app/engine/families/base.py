@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from app.config import Limits, SidConfig
@@ -40,6 +41,12 @@ class Binding:
 
     sources: tuple[str, ...]
     rows: Tensor | None = field(default=None)
+
+
+def fields_of(config: Mapping[str, object], kind: type[Struct]) -> dict[str, object]:
+    """The values of a config.json that a struct has fields for. No other is looked at, so no other is in the contract:
+    a refit may write what it likes there."""
+    return {name: config[name] for name in kind.__struct_fields__ if name in config}
 
 
 class Family(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
+from app.engine.families.base import fields_of
 from app.errors import Rejected
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -238,7 +239,7 @@ def _text_config(config: Mapping[str, object]) -> Mapping[str, object]:
 
 def _convert(config: Mapping[str, object], place: str) -> RawConfig:
     try:
-        return msgspec.convert(dict(config), RawConfig)
+        return msgspec.convert(fields_of(config, RawConfig), RawConfig)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         missing = re.search(r"missing required field `(\w+)`", message)

@@ -11,6 +11,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from app.engine.families.base import fields_of
 from app.errors import Rejected
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -106,7 +107,7 @@ def read_config(config: Mapping[str, object], model_type: str, positions: int) -
     Raises Rejected("bad_config" | "unsupported_config") with location "config.json: field".
     """
     try:
-        raw = msgspec.convert(dict(config), RawConfig)
+        raw = msgspec.convert(fields_of(config, RawConfig), RawConfig)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         missing = re.search(r"missing required field `(\w+)`", message)
