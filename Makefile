@@ -16,7 +16,7 @@ help:
 	@echo "make test-console  the console in a real browser (needs Chromium); pictures in build/console/"
 	@echo "make test-docker   the commands of docker/ in a fresh environment, without Docker"
 	@echo "make bench-cpu     Widebeam against transformers and a fair peer on this CPU; writes bench/results/"
-	@echo "make soak          long runs: leaks, cancellations"
+	@echo "make soak          long runs: leaks, cancellations, 1,000 cutovers (SOAK_CUTOVERS=60 for fewer)"
 	@echo "make movielens     train and evaluate the demo's model"
 
 $(BIN)/python:
@@ -80,7 +80,7 @@ bench-vocab: $(VENV)/.base
 	$(BIN)/python -m bench.vocab
 
 soak: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/soak --timeout 3600
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak --timeout 7200 -s
 
 movielens: $(VENV)/.base
 	$(BIN)/python -m examples.movielens.train

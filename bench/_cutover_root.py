@@ -66,6 +66,11 @@ class Setting:
         }  # fmt: skip
 
     @property
+    def token_base(self) -> tuple[int, ...]:
+        """The token id of code 0 of each step."""
+        return tuple(SPECIAL + sum(self.sizes[:t]) for t in range(len(self.sizes)))
+
+    @property
     def vocabulary(self) -> int:
         """Tokens, so that the file has its size."""
         own = (self.heads + 2 * self.kv_heads + self.heads) * self.head_dim * self.hidden + 3 * self.ffn * self.hidden
@@ -85,29 +90,35 @@ TOY = Setting(
 SETTINGS = {"cpu": SMALL, "h200": LARGE, "toy": TOY}
 
 
+POLICY = """widebeam: 1
+steps:
+  all: {{normalize: step}}
+widths: {widths}
+"""
+"""Over the step's codes: the padded table of tokens is memory, and no work."""
+
+
 def make_root(work: Path, setting: Setting) -> Path:
     """The root with its store of contents, made once a working directory. Minutes and 3 x `gigabytes` of disk."""
     root, store, mark = work / "root", work / "store", work / "setting.json"
     text = json.dumps(asdict(setting))
-    if mark.exists():
-        if mark.read_text("utf-8") != text:
-            raise SystemExit(f"{work} holds another setting: give another --work")
-        return root
-    for content in range(len(LETTERS)):
-        _make_weights(store, setting, content)
-        _make_vocab(store, setting, content)
+    if mark.exists() and mark.read_text("utf-8") != text:
+        raise SystemExit(f"{work} holds another setting: give another --work")
+    widths = [setting.width] * len(setting.sizes)
     (root / "policies").mkdir(parents=True, exist_ok=True)
-    (root / "policies" / "base.yaml").write_text(f"widebeam: 1\nwidths: {[setting.width] * len(setting.sizes)}\n")
-    base = [SPECIAL + sum(setting.sizes[:t]) for t in range(len(setting.sizes))]
+    (root / "policies" / "base.yaml").write_text(POLICY.format(widths=widths))
+    rows = setting.width * setting.batch
     (root / "deployment.toml").write_text(
-        f'family = "qwen3"\ndevice = "{setting.device}"\n[sid]\nsizes = {list(setting.sizes)}\ntoken_base = {base}\n'
-        f"[limits]\nwidths = {[setting.width] * len(setting.sizes)}\nrows = {setting.width * setting.batch}\n"
+        f'family = "qwen3"\ndevice = "{setting.device}"\n[sid]\nsizes = {list(setting.sizes)}\n'
+        f"token_base = {list(setting.token_base)}\n[limits]\nwidths = {widths}\nrows = {rows}\n"
         f"batch = {setting.batch}\ncontext = {setting.history * len(setting.sizes)}\nk = {setting.width}\n[server]\n"
         f'port = 0\nadmin_port = 0\nadmin_auth = "none"\nthreads = {setting.threads}\ndrain_delay_s = 0.05\n'
     )
-    publish(work, "weights", 0, "v1")
-    publish(work, "vocab", 0, "v1")
-    mark.write_text(text)
+    if not mark.exists():
+        for content in range(len(LETTERS)):
+            _make_weights(store, setting, content)
+            _make_vocab(store, setting, content)
+        mark.write_text(text)
     return root
 
 
@@ -128,8 +139,7 @@ def _link(made: Draft, source: Path, name: str, entry: FileEntry) -> None:
 
 def _make_weights(store: Path, setting: Setting, content: int) -> None:
     limits = Limits(context=setting.history * len(setting.sizes), rows=setting.width * setting.batch)
-    base = tuple(SPECIAL + sum(setting.sizes[:t]) for t in range(len(setting.sizes)))
-    sid = SidConfig(sizes=setting.sizes, token_base=base)
+    sid = SidConfig(sizes=setting.sizes, token_base=setting.token_base)
     model = family("qwen3").build(ModelFiles(setting.config, Path(), {}), sid, limits, torch.float32)
     shapes = {spec.name: spec.shape for spec in model.weight_specs()}
     header: dict[str, object] = {}

@@ -67,6 +67,9 @@ class Server:
             with self._said:
                 self.lines.append((time.monotonic(), found))
                 self._said.notify_all()
+        self.process.wait()
+        with self._said:
+            self._said.notify_all()
 
     def wait(self, event: str, seconds: float, **facts: str) -> tuple[float, Row]:
         """The first line of an event with these facts; SystemExit where none comes."""
@@ -229,7 +232,8 @@ def _clean(root: Path) -> None:
 
 def _changes(arguments: argparse.Namespace) -> Row:
     given = {name: getattr(arguments, name) for name in ("gigabytes", "items", "device", "threads", "width")}
-    return {name: value for name, value in given.items() if value is not None}
+    cores = len(os.sched_getaffinity(0))  # half of them for everybody else: clients, loading, the event loop
+    return {"threads": max(1, cores // 2)} | {name: value for name, value in given.items() if value is not None}
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -256,7 +260,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--gigabytes", type=float)
     run.add_argument("--items", type=int)
     run.add_argument("--width", type=int)
-    run.add_argument("--threads", type=int, help="[server] threads")
+    run.add_argument("--threads", type=int, help="[server] threads; half of the cores")
     run.add_argument("--device", choices=("auto", "cpu", "cuda"))
     report = commands.add_parser("report", help="pool parts into a table and a plot")
     report.add_argument("parts", type=Path, nargs="+")

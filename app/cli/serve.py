@@ -18,13 +18,16 @@ from app.runtime.logs import route_stdlib
 
 
 def serve(
-    root: Annotated[Path, typer.Option(help="Deployment root")],
+    root: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Deployment root")],
     host: Annotated[str | None, typer.Option(help="Instead of deployment.toml's")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 = any free port")] = None,
     admin_port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 = any free port")] = None,
     device: Annotated[Device | None, typer.Option(help="Instead of deployment.toml's")] = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Bad artifacts do not end the server: it stays alive, not ready, and says why."""
+    """Serve until SIGTERM or SIGINT. Bad artifacts do not end the server: it stays alive, not ready, and says why.
+
+    A root that is not there is a wrong command line: exit 2, at once.
+    """
     service = compose(root, Overrides(host, port, admin_port, device), sys.stdout.buffer, tolerant=True)
     route_stdlib(service.log)  # uvicorn's and asyncio's own warnings, as lines of the same log
     loop.run(run(service, root))

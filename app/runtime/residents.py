@@ -39,6 +39,11 @@ class Resident:
         """What tells residents apart."""
         return self.snapshot.batch_key
 
+    @property
+    def versions(self) -> tuple[str, str]:
+        """The names of its weights and its vocab."""
+        return self.weights.version, self.vocab.version
+
 
 class Residents:
     """Event loop only. retire: called with a snapshot that nobody holds and nobody keeps any more."""

@@ -113,7 +113,7 @@ class Stage:
         """Admit new requests on a resident. Raises Rejected where the policies in force cannot serve with it."""
         async with self._composing:
             active = self._runtime.active
-            if active is not None and active.batch_key == resident.key:
+            if active is not None and active.batch_key == resident.key and _versions(active) == resident.versions:
                 return active
             snapshot, state = await self._composed(resident.snapshot)
             warmed = await self._warmed(snapshot, state, resident.warmed)
@@ -221,3 +221,8 @@ class Stage:
         """The snapshots in memory, the active one first."""
         active = self._runtime.active
         return self.residents.documents(active, self._runtime.held) if active else []
+
+
+def _versions(snapshot: Snapshot) -> tuple[str, str]:
+    """What it is called: another name of equal content is no other snapshot, but answers are to say it."""
+    return snapshot.weights.version, snapshot.vocab_ref.version
