@@ -30,7 +30,7 @@ typedef long long i64;
 
 enum Form { SLOTS, WALKING, COMPACT };
 
-struct alignas(16) Words {
+struct Words {
     u32 w[4];
 };
 
@@ -71,6 +71,11 @@ __device__ __forceinline__ Words load_own(const u16* p) {
         : "=r"(x.w[0]), "=r"(x.w[1]), "=r"(x.w[2]), "=r"(x.w[3])
         : "l"(p));
     return x;
+}
+
+__device__ __forceinline__ void store(u16* p, const Words& x) {
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" : : "l"(p), "r"(x.w[0]), "r"(x.w[1]), "r"(x.w[2]), "r"(x.w[3])
+                 : "memory");
 }
 
 __device__ __forceinline__ void unpack8(const Words& x, float (&y)[8]) {
@@ -120,10 +125,10 @@ __device__ __forceinline__ void attend(const Operands& x, u32 row, u32 head, boo
     const bool used = threadIdx.x % LANES < VECTORS;
     const u32 column = used ? 8 * (threadIdx.x % LANES) : 0, own = head / x.group * D + column;
     const i64 at = (i64)row * x.heads + head;
-    Words* result = (Words*)(x.out + at * D + column);
+    u16* result = x.out + at * D + column;
     live = live && used;
     if (S == 1 && !x.shared && !x.lse) {  // a softmax over one key is 1
-        if (live) *result = load(x.v + row * x.v_row + own);
+        if (live) store(result, load_own<SLOTS>(x.v + row * x.v_row + own));
         return;
     }
     Words key[S], value[S];
@@ -182,7 +187,7 @@ __device__ __forceinline__ void attend(const Operands& x, u32 row, u32 head, boo
         Words done;
 #pragma unroll
         for (int i = 0; i < 4; i++) done.w[i] = pack(out[2 * i] * by, out[2 * i + 1] * by);
-        *result = done;
+        store(result, done);
     }
     if (x.lse && live && column == 0) x.lse[(i64)head * x.rows + row] = most + logf(sum);
 }

@@ -61,7 +61,7 @@ def attend(
 
     Operands as there, q, k, v and slots in one 16-bit dtype; rows of q, k, v may lie apart (views of one product).
     Returns out [N, H, D], and the log-sum-exp [N, H] (stored head by head) where `lse` asks for it. Without ancestors,
-    `shared` and `lse` only v is read. Raises ValueError for what `unfit` names and for slots that are not contiguous.
+    `shared` and `lse` only v is read (a copy, where every query head has its own). Raises ValueError for what `unfit` names and for slots that are not contiguous.
     """
     (n, h, d), hkv = q.shape, k.shape[1]
     positions = ancestry.shape[1] - first + 1
@@ -72,6 +72,8 @@ def attend(
         reason = "k, v and slots: must have the dtype of q"
     if reason is not None:
         raise ValueError(reason)
+    if positions == 1 and h == hkv and shared is None and not lse:
+        return v.clone(memory_format=torch.contiguous_format), None
     out = torch.empty((n, h, d), dtype=q.dtype, device=q.device)
     sums = torch.empty((h, n), dtype=torch.float32, device=q.device) if lse else None
     if not n:

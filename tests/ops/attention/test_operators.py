@@ -147,7 +147,7 @@ def test_a_launch_covers_every_row_and_head(monkeypatch):
     monkeypatch.setattr(cuda, "load", lambda source, name, device, **define: names.append((name, define)) or Kernel())
     launch._shape.cache_clear()
     for d, positions, compact in ((64, 4, False), (64, 8, False), (256, 8, False), (64, 8, True), (8, 1, True)):
-        given, tree = operands(n=37, h=8, hkv=8, d=d, steps=positions - 1, slots=40, dtype=torch.bfloat16)
+        given, tree = operands(n=37, h=8, hkv=4, d=d, steps=positions - 1, slots=40, dtype=torch.bfloat16)
         launch.attend(*given, tree, scale=1.0, first=0, compact=compact)
     launch._shape.cache_clear()
     assert [name for name, _ in names] == ["slots_4", "walk_8", "walk_8", "compact_8", "slots_1"]
