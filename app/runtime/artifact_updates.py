@@ -122,7 +122,7 @@ class ArtifactUpdates:
         if want is not None and not self._serves(want):
             resident = self.stage.resident(want) or await self._prepare(want)
             if resident is not None and await self._still(want, seen):
-                await self._try(want, resident, "release" if seen.ask else "newest")
+                await self._try(want, resident, _cause(seen))
             return True
         ahead = self._wanted(seen, {}) if seen.asked_by == f"state/{PIN}" else None
         if ahead is not None and self.stage.resident(ahead) is None:  # it waits, ready, for the pin to go
@@ -346,6 +346,13 @@ class ArtifactUpdates:
             self._said = now
             self._ledger.note("deployment", **now)
             self._log.info("deployment", **now)
+
+
+def _cause(seen: Survey) -> str:
+    """Why what is wanted is wanted, as the history says it."""
+    if not seen.ask:
+        return "newest"
+    return "pin" if seen.asked_by == f"state/{PIN}" else "release"
 
 
 def _problem(one: Candidate, kind: Kind) -> Rejected | None:

@@ -23,16 +23,17 @@ UID = 10001
 
 @pytest.fixture(name="place", scope="module")
 def installed():
-    """opt/ with the environment, src/ with what the build stage copies; readable by everybody."""
+    """opt/ with the environment, made of what the build stage copies, which `files` lists; readable by everybody."""
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         place.chmod(0o755)
         build = instructions("Dockerfile.cpu")[0]
         sources = [source for line in of(build, "COPY") for source in line.split()[:-1]]
-        for file in tracked():
-            if any(file == source or file.startswith(f"{source}/") for source in sources):
-                (place / "src" / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / file, place / "src" / file)
+        copied = [one for one in tracked() if any(one == source or one.startswith(f"{source}/") for source in sources)]
+        (place / "files").write_text("\n".join(copied))
+        for file in copied:
+            (place / "src" / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, place / "src" / file)
         subprocess.run([sys.executable, "-m", "venv", place / "opt"], check=True)
         install = [word.replace("/opt/widebeam", str(place / "opt")) for word in commands("Dockerfile.cpu")[0]]
         install.remove("--no-cache-dir")  # an image has no cache to use; a machine that runs this often does
@@ -112,7 +113,8 @@ def wait(server: subprocess.Popen, true, log: Path) -> None:
 
 def test_the_package_brings_its_files(place):
     (package,) = (place / "opt" / "lib").glob("python3.*/site-packages/app")
-    mine = {Path(one).relative_to("app") for one in tracked() if one.startswith("app/")}
+    copied = (place / "files").read_text().splitlines()
+    mine = {Path(one).relative_to("app") for one in copied if one.startswith("app/")}
     assert mine == {
         path.relative_to(package) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"
     }
