@@ -139,14 +139,14 @@ async def test_equal_content_under_another_name_is_the_same_snapshot_and_is_call
 
 
 async def test_weights_that_come_before_their_vocab_never_serve_on_the_old_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(artifact_updates, "PERIOD_S", 0.05)
+    monkeypatch.setattr(artifact_updates, "PERIOD_S", 0.2)
     root = world(tmp_path)
     async with live_server(root) as server:
         load = Load(server, Truth(root), clients=2)
         weights(root, "v2", 1, {"vocab": ["v2"]})
         status = await server.settles(lambda status: state_of(status, "weights", "v2")["state"] == "waiting")
         assert state_of(status, "weights", "v2")["reason"]["message"] == "requires vocab v2"
-        await more_answers(load, 40)  # many looks at the disk later
+        await more_answers(load, 20)  # many looks at the disk later
         assert serving("v1", "v1")(await server.status())
         support.write_vocab(root, SIZES, items("b"), "v2")
         await server.settles(serving("v2", "v2"))
