@@ -14,6 +14,7 @@ from app.config import parse
 from app.policies.reference import score_step
 from app.policies.reference_final import Listed, expand, final_list
 from app.policies.reference_select import select_step
+from app.runtime.explain import explain
 from app.runtime.loader import load_root
 from app.runtime.logs import make_log
 from app.runtime.state import TRANSITIONS
@@ -314,12 +315,19 @@ async def test_what_is_declared_changes_while_a_server_runs_and_what_cannot_be_m
         sids = {tuple(item["sid"]) for item in CATALOGUE if item["id"] in fresh}
         assert {item["id"] for item in answer["items"]} <= {first_of_sid[sid] for sid in sids}
 
+        trie = server.live._runtime.active.trie
+        config = support.onerec_config(SIZES)
+        support.write_weights(root, config, support.onerec_weights(config, 0), version="v2")
+        await server.settles(lambda status: status["active"]["weights"]["version"] == "v2")
+        assert server.live._runtime.active.trie is trie  # nothing of the vocab is made or copied anew
+        assert (await server.recommend("i1", policy="only_fresh"))["items"] == answer["items"]
+
         bare = [{**item, "attrs": {"year": 2000, "ad": 0, "genre": "war"}} for item in CATALOGUE]  # no ratings
         support.write_vocab(root, SIZES, bare, version="v2")
         status = await server.settles(
-            lambda status: any(one["state"] == "rejected" for one in status["artifacts"] if one["version"] == "v2")
+            lambda status: any(one["state"] == "rejected" for one in status["artifacts"] if one["kind"] == "vocab")
         )
-        [reason] = [one["reason"] for one in status["artifacts"] if one["version"] == "v2"]
+        [reason] = [one["reason"] for one in status["artifacts"] if (one["kind"], one["version"]) == ("vocab", "v2")]
         assert reason["code"] == "no_such_attribute" and "`ratings`" in reason["message"]
         assert status["active"]["vocab"]["version"] == "v1"
 
@@ -327,3 +335,35 @@ async def test_what_is_declared_changes_while_a_server_runs_and_what_cannot_be_m
         status = await server.settles(lambda status: status["deployment"]["state"] == "rejected")
         assert "did you mean `year`?" in status["deployment"]["reason"]["message"]
         assert (await server.recommend("i1", policy="only_fresh"))["items"] == answer["items"]
+
+
+# ---- explanations ----------------------------------------------------------------------------------------------------
+
+
+def test_an_explanation_says_what_a_declared_column_took_away(tmp_path):
+    policies = {name: POLICIES[name] for name in ("only_fresh", "best_two")}
+    deployment, loaded = snapshot_of(tmp_path, policies=policies)
+    snapshot, lane = loaded.snapshot, TRANSITIONS["ancestry"]
+
+    def fates(policy: str, *ids: str):
+        job = support.job_of(snapshot, deployment, HISTORY, policy=policy, k=40, explain=ids)
+        [answer] = support.run_batch([job])
+        told = explain(job, lane(snapshot.engine.new_arena(deployment.limits), snapshot.contract.states), answer)
+        assert told.mismatch is None
+        return told, snapshot.vocab.ids(answer.items)
+
+    stale = next(item for item in CATALOGUE if not columns(below(item, 2), [])["attr.any_fresh"])
+    told, _ = fates("only_fresh", stale["id"])
+    assert (told.items[0].result, told.items[0].step, told.items[0].phase) == ("masked", 2, "mask")
+    assert sum(step.removed.get("mask", 0) for step in told.steps) > 0
+
+    shared = next(item for item in CATALOGUE if len(below(item, 3)) > 2)
+    told, listed = fates("best_two", *(item["id"] for item in below(shared, 3)))
+    assert [one.result for one in told.items].count("listed") == sum(item["id"] in listed for item in below(shared, 3))
+    assert {one.phase for one in told.items if one.result == "final"} <= {"expand", "k"}
+    assert any(one.phase == "expand" for one in told.items)
+
+
+def below(item: dict, depth: int) -> list[dict]:
+    """The items that share the first codes of one."""
+    return [one for one in CATALOGUE if one["sid"][:depth] == item["sid"][:depth]]
