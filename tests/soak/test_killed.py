@@ -34,3 +34,27 @@ def test_a_server_that_is_killed_in_the_middle_of_an_update_comes_back_whole(tmp
             assert server.stop(signal.SIGKILL) == -signal.SIGKILL
         for path in (root / "state").rglob("*"):
             assert path.is_dir() or path.name.startswith(".tmp-") or path.read_bytes(), path
+
+
+STAGES = ("discovered", "verifying", "loading", "validating", "warming", "ready", "active")
+
+
+@pytest.mark.timeout(1200)
+def test_a_server_that_is_killed_at_each_stage_of_an_update_comes_back_whole(tmp_path):
+    root = world(tmp_path)
+    truth = Truth(root)
+    for version, stage in enumerate(STAGES, 2):
+        with serving(root) as server:
+            server.ready()
+            weights(root, f"v{version}", version)
+            reached = {"event": "artifact", "kind": "weights", "version": f"v{version}", "state": stage}
+            server.until(lambda said=reached: any(said.items() <= line.items() for line in server.lines), stage)
+            assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+        with serving(root) as server:
+            server.ready()
+            for history in HISTORIES:
+                answer = server.ask(*history, policy="base").json()
+                truth.check(answer, history)
+            wanted = f"v{version}"
+            server.until(lambda v=wanted: server.status()["active"]["weights"]["version"] == v, "the new version")
+            assert server.stop() == 0
