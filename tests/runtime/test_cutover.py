@@ -246,8 +246,9 @@ async def test_a_pin_outlives_the_server_and_release_json_is_followed(tmp_path):
         assert serving("v2")(await server.status())
 
 
-def spoiled(root, version, how):
-    """A weights version that is wrong in one way."""
+def spoiled(live, version, how):
+    """A weights version that is wrong in one way, from the moment on that it is there."""
+    root = live.parent / "aside"
     config = support.onerec_config(SIZES)
     good = support.onerec_weights(config, 1)
     name = next(iter(good))
@@ -268,8 +269,8 @@ def spoiled(root, version, how):
     elif how == "outside":
         support.write_weights(root, config, good, version)
         file = root / "weights" / version / "model.safetensors"
-        shutil.move(file, root.parent / f"{version}.safetensors")
-        file.symlink_to(root.parent / f"{version}.safetensors")
+        shutil.move(file, live.parent / f"{version}.safetensors")
+        file.symlink_to(live.parent / f"{version}.safetensors")
     else:
         support.write_weights(root, config, good, version)
         file = root / "weights" / version / "model.safetensors"
@@ -279,6 +280,7 @@ def spoiled(root, version, how):
         elif how == "short":
             data = data[: len(data) // 2]
         file.write_bytes(bytes(data))
+    (root / "weights" / version).rename(live / "weights" / version)
 
 
 BAD = {

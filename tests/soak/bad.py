@@ -22,12 +22,15 @@ LAST = next(name for name in reversed(GOOD) if GOOD[name].dim() == 2)
 Make = Callable[[Path, str], None]
 
 
-def publish(root: Path, version: str, files: Mapping[str, bytes]) -> Path:
+def publish(
+    root: Path, version: str, files: Mapping[str, bytes], spoil: Callable[[Path], object] = lambda _: None
+) -> None:
+    """A version with a manifest of these bytes. spoil: what happens to the weights' file before anybody sees it."""
     with draft(root, "weights") as made:
         for name, data in files.items():
             made.write(name, [data])
+        spoil(made.directory / "model.safetensors")
         commit(made, "weights", version, "tests", {})
-    return root / "weights" / version / "model.safetensors"
 
 
 def holding(config: Mapping[str, object], data: bytes) -> dict[str, bytes]:
@@ -46,13 +49,14 @@ def tensors(change: Callable[[dict], object]) -> Make:
 
 
 def data(change: Callable[[bytes], bytes], *, after: bool) -> Make:
-    """The good file but for its bytes. after: changed on the disk, when it had been published."""
+    """The good file but for its bytes. after: not as the manifest says."""
 
     def make(root: Path, version: str) -> None:
         good = support.save(GOOD)
-        file = publish(root, version, holding(CONFIG, good if after else change(good)))
         if after:
-            file.write_bytes(change(good))
+            publish(root, version, holding(CONFIG, good), lambda file: file.write_bytes(change(good)))
+        else:
+            publish(root, version, holding(CONFIG, change(good)))
 
     return make
 
@@ -79,20 +83,25 @@ def other_codes(root: Path, version: str) -> None:
 
 
 def outside(root: Path, version: str) -> None:
-    file = publish(root, version, holding(CONFIG, support.save(GOOD)))
     elsewhere = root.parent / "elsewhere.safetensors"
-    shutil.move(file, elsewhere)
-    file.symlink_to(elsewhere)
+
+    def spoil(file: Path) -> None:
+        shutil.move(file, elsewhere)
+        file.symlink_to(elsewhere)
+
+    publish(root, version, holding(CONFIG, support.save(GOOD)), spoil)
 
 
 def unreadable(root: Path, version: str) -> None:
-    publish(root, version, holding(CONFIG, support.save(GOOD))).chmod(0)
+    publish(root, version, holding(CONFIG, support.save(GOOD)), lambda file: file.chmod(0))
 
 
 def another_name(root: Path, version: str) -> None:
-    publish(root, version, holding(CONFIG, support.save(GOOD)))
-    manifest = root / "weights" / version / "MANIFEST.json"
+    aside = root.parent / "aside"
+    publish(aside, version, holding(CONFIG, support.save(GOOD)))
+    manifest = aside / "weights" / version / "MANIFEST.json"
     manifest.write_text(manifest.read_text().replace(f'"{version}"', '"../v1"'))
+    manifest.parent.rename(root / "weights" / version)
 
 
 def too_large(root: Path, version: str) -> None:
