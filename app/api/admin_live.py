@@ -17,7 +17,7 @@ from app.errors import InvalidRequest, Refused, Rejected
 from app.runtime.control import Control, Document, Kind
 
 T = TypeVar("T", bound=msgspec.Struct)
-REFUSED: Final = (400, 401, 403, 412, 422, 503)
+REFUSED: Final = (400, 401, 403, 404, 412, 422, 503)
 MAX_HISTORY: Final = 200
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 PolicyName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]*$", max_length=64)]
@@ -70,6 +70,13 @@ def routes(control: Control) -> APIRouter:
         asked = await body(request, PolicyText)
         return answer(await control.check_policy(asked.name, asked.text))
 
+    async def explain(policy: str) -> Response:
+        """What a policy that serves does at each step, and where each value came from."""
+        found = await control.explain_policy(policy)
+        if found is None:
+            raise errors.NotFound("no such policy serves")
+        return answer(found)
+
     async def kill(request: Request) -> Response:
         """Kill or revive policies and experiments from the next admission on."""
         asked = await body(request, Kill)
@@ -82,17 +89,33 @@ def routes(control: Control) -> APIRouter:
     _add(router, "/policies", policies, "GET", "policies")
     _add(router, "/policies:reload", reload, "POST", "policies_reload")
     _add(router, "/policies:check", check, "POST", "policies_check", PolicyText)
+    _add(router, "/policies/{policy}/explain", explain, "GET", "policy_explain")
     _add(router, "/kill", kill, "POST", "kill", Kill)
+    _reads(router, control)
     _snapshots(router, control)
     return router
 
 
-def _snapshots(router: APIRouter, control: Control) -> None:
-    """The routes of snapshots."""
+def _reads(router: APIRouter, control: Control) -> None:
+    """What there is: snapshots, versions, cutovers."""
 
     async def snapshots() -> Response:
         """The snapshots in memory, and what is asked for."""
         return decided(control.snapshots(), control)
+
+    async def snapshot(snapshot: str) -> Response:
+        """One of them."""
+        return decided(_one(control.snapshots()["snapshots"], id=snapshot), control)
+
+    async def artifacts(kind: str) -> Response:
+        """The versions of a kind and what became of them."""
+        found = control.status()["artifacts"]
+        assert isinstance(found, list)
+        return answer({"artifacts": [one for one in found if one["kind"] == kind]})
+
+    async def artifact(kind: str, version: str) -> Response:
+        """One of them."""
+        return answer(_one(control.status()["artifacts"], kind=kind, version=version))
 
     async def history(request: Request) -> Response:
         """The newest `limit` cutovers (50 where it is not given), oldest first."""
@@ -100,6 +123,16 @@ def _snapshots(router: APIRouter, control: Control) -> None:
         found = control.status()["history"]
         assert isinstance(found, list)
         return answer({"history": found[-limit:] if limit else []})
+
+    _add(router, "/snapshots", snapshots, "GET", "snapshots")
+    _add(router, "/snapshots/{snapshot}", snapshot, "GET", "snapshot")
+    _add(router, "/artifacts/{kind}", artifacts, "GET", "artifacts")
+    _add(router, "/artifacts/{kind}/{version}", artifact, "GET", "artifact")
+    _add(router, "/history", history, "GET", "history")
+
+
+def _snapshots(router: APIRouter, control: Control) -> None:
+    """Decisions about snapshots."""
 
     async def promote_versions(request: Request) -> Response:
         """Pin versions, load them where they are not in memory, serve them: 200, or 202 after `wait` seconds."""
@@ -145,12 +178,10 @@ def _snapshots(router: APIRouter, control: Control) -> None:
         match(request, control)
         return decided(control.drain(), control)
 
-    _add(router, "/snapshots", snapshots, "GET", "snapshots")
     _add(router, "/snapshots:promote", promote_versions, "POST", "snapshots_promote", Versions)
     _add(router, "/snapshots:unpin", unpin, "POST", "snapshots_unpin")
     for verb, handler in (("promote", promote), ("rollback", rollback), ("pin", pin)):
         _add(router, f"/snapshots/{{snapshot}}:{verb}", handler, "POST", f"snapshot_{verb}")
-    _add(router, "/history", history, "GET", "history")
     _add(router, "/drain", drain, "POST", "drain")
 
 
@@ -161,6 +192,16 @@ def _add(router: APIRouter, path: str, handler: Any, method: str, name: str, kin
         schema = {"schema": {"$ref": openapi.REF.format(name=kind.__name__)}}
         described["openapi_extra"] = {"requestBody": {"required": True, "content": {media.JSON: schema}}}
     router.add_api_route(path, handler, methods=[method], **described)
+
+
+def _one(documents: object, **facts: str) -> Document:
+    """The document with these facts. Raises NotFound."""
+    assert isinstance(documents, list)
+    for one in documents:
+        if all(one[name] == value for name, value in facts.items()):
+            found: Document = one
+            return found
+    raise errors.NotFound("there is no such thing")
 
 
 async def _decided(decision: Awaitable[Document]) -> Document:

@@ -25,6 +25,9 @@ class Control(Protocol):
     async def check_policy(self, name: str, text: str) -> Document:
         """{"ok", "policy_id", "diagnostics"} of a text; nothing is installed. Raises NotReady."""
 
+    async def explain_policy(self, name: str) -> Document | None:
+        """What a policy that serves does at each step; None where there is none. Raises NotReady."""
+
     async def kill(self, add: Iterable[str], remove: Iterable[str]) -> Document:
         """Kill and revive policies and experiments from the next admission on; {"killed": [{"name", "by"}]}.
 

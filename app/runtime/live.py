@@ -179,6 +179,10 @@ class Live:
         """What a text would give as a policy of this folder; nothing is installed."""
         return await self._policies.check_text(name, text)
 
+    async def explain_policy(self, name: str) -> dict[str, object] | None:
+        """What a policy that serves does at each step."""
+        return await self._policies.explain(name)
+
     # ---- snapshots -----------------------------------------------------------------------------------------------
 
     def snapshots(self) -> dict[str, object]:

@@ -14,8 +14,11 @@ from app.errors import NotReady
 from app.policies import load
 from app.policies.builtin import BUILT_IN
 from app.policies.cache import Cache
+from app.policies.compile import check_policy
+from app.policies.explain import explain as explained
 from app.policies.last_good import Kept
 from app.policies.operators import Operators
+from app.policies.resolve import Library
 from app.policies.source import Source
 from app.runtime import state_dir
 from app.runtime.background import Background
@@ -129,6 +132,21 @@ class PolicyUpdates:
             "policy_id": loaded.plan.policy_id if loaded.plan else None,
             "diagnostics": [one.data() for one in loaded.findings],
         }
+
+    async def explain(self, name: str) -> dict[str, object] | None:
+        """What a policy that serves does at each step, and where each value came from; None where there is none."""
+        active, state = self._runtime.active, self._started()
+        plan, kept = active.policies.plan(name) if active else None, state.kept.get(name)
+        if active is None or plan is None or kept is None:
+            return None
+
+        def made() -> dict[str, object]:
+            catalogue = catalogue_of(active.vocab, active.side)
+            library = Library(kept.files, self._operators)
+            policy, _ = check_policy(name, library, active.contract, catalogue)
+            return explained(policy, plan, active.contract, catalogue)
+
+        return await self._background.run(made)
 
     # ---- putting in force --------------------------------------------------------------------------------------
 

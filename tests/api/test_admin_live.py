@@ -55,7 +55,7 @@ WRONG = [
     ("snapshots:promote?wait=x", {"weights": "v1"}, 422),
     ("snapshots/..%2f..%2fetc:promote", None, 404),
     ("snapshots/nope:rollback", None, 422),
-    ("snapshots/nope:nothing", None, 404),
+    ("snapshots/nope:nothing", None, 405),
 ]
 
 
@@ -155,3 +155,19 @@ async def test_each_promotion_rollback_and_rejection_is_one_line_with_cause_and_
         assert (rejected["kind"], rejected["version"], rejected["level"]) == ("weights", "v3", "error")
         assert {"code", "message", "location"} <= set(rejected)
         assert rejected["ms"] >= 0
+
+
+async def test_one_snapshot_one_version_and_one_policy_can_be_asked_for(shared):
+    async def ask_for(path):
+        reply = await get(shared.admin, f"/admin/v1/{path}")
+        return reply.status, reply.json()
+
+    active = (await shared.status())["active"]["snapshot"]
+    assert (await ask_for(f"snapshots/{active}"))[1]["state"] == "active"
+    assert [one["version"] for one in (await ask_for("artifacts/weights"))[1]["artifacts"]] == ["v1"]
+    assert (await ask_for("artifacts/vocab/v1"))[1]["state"] == "active"
+    status, told = await ask_for("policies/narrow/explain")
+    assert (status, told["policy"]) == (200, "narrow")
+    assert told["policy_id"] == (await shared.policies())["policies"]["narrow"]["policy_id"]
+    for path in ("snapshots/nope", "artifacts/vocab/v9", "policies/nope/explain"):
+        assert (await ask_for(path))[0] == 404, path
