@@ -37,7 +37,7 @@ class Entry:
 def builds(source: Path) -> list[Build]:
     """Every combination that the source's `// build:` lines name."""
     found = []
-    for line in re.findall(r"^// build: (.+)$", source.read_text("utf-8"), re.MULTILINE):
+    for line in re.findall(r"^// build:(.*)$", source.read_text("utf-8"), re.MULTILINE):
         fields = dict(word.split("=") for word in line.split())
         arch, spill = fields.pop("arch", None), int(fields.pop("spill", "0"))
         choices = [[(name, int(value)) for value in values.split(",")] for name, values in fields.items()]

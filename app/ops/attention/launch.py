@@ -61,7 +61,7 @@ def attend(
 
     Operands as there, q, k, v and slots in one 16-bit dtype; rows of q, k, v may lie apart (views of one product).
     Returns out [N, H, D], and the log-sum-exp [N, H] (stored head by head) where `lse` asks for it. Without ancestors,
-    `shared` and `lse` only v is read (a copy, where every query head has its own). Raises ValueError for what `unfit` names and for slots that are not contiguous.
+    `shared` and `lse` only v is read. Raises ValueError for what `unfit` names and for slots that are not contiguous.
     """
     (n, h, d), hkv = q.shape, k.shape[1]
     positions = ancestry.shape[1] - first + 1
