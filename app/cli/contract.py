@@ -9,6 +9,7 @@ import typer
 
 from app.cli.deployment import read_deployment
 from app.cli.output import JsonFlag, print_json, say
+from app.config import Precision
 from app.engine.registry import family
 from app.engine.weights import resolve_precision
 from app.errors import BadDeployment, Rejected
@@ -25,18 +26,21 @@ app = typer.Typer(help="Make, show and check the contract.", no_args_is_help=Tru
 Root = Annotated[Path, typer.Option(help="Deployment root")]
 Weights = Annotated[str | None, typer.Option(help="This version instead of the one that a start would take")]
 
+Given = Annotated[Precision | None, typer.Option(help="Instead of deployment.toml's")]
+
 
 @app.command()
 def generate(
     root: Root = Path(),
     weights: Weights = None,
+    precision: Given = None,
     check_only: Annotated[
         bool, typer.Option("--check-only", help="Write nothing; exit 1 where the stored contract is not this one")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Export the model's functions and write ROOT/contracts/<id>.json. Takes seconds, needs no GPU, reads no tensor."""
-    made = _made(root, weights, anew=True, store=not check_only)
+    made = _made(root, weights, precision, anew=True, store=not check_only)
     stale = check_only and made.file is None
     if as_json:
         found = [{"code": one.code, "message": one.message, "location": one.location} for one in made.found]
@@ -53,9 +57,9 @@ def generate(
 
 
 @app.command()
-def show(root: Root = Path(), weights: Weights = None, as_json: JsonFlag = False) -> None:
+def show(root: Root = Path(), weights: Weights = None, precision: Given = None, as_json: JsonFlag = False) -> None:
     """Print the contract of a root; it is made, and stored, where there is none yet."""
-    made = _made(root, weights)
+    made = _made(root, weights, precision)
     if as_json:
         print_json(made.document)
         return
@@ -88,7 +92,9 @@ def check(
     raise typer.Exit(1 if report.errors else 0)
 
 
-def _made(root: Path, weights: str | None, *, anew: bool = False, store: bool = True) -> Made:
+def _made(
+    root: Path, weights: str | None, precision: Precision | None, *, anew: bool = False, store: bool = True
+) -> Made:
     deployment = read_deployment(root)
     if weights is None:
         chosen = wishes(root, root / deployment.server.state_dir, "weights").found
@@ -97,7 +103,7 @@ def _made(root: Path, weights: str | None, *, anew: bool = False, store: bool = 
     if not chosen:
         message = "there is no complete version" if weights is None else f"weights {weights!r} is not there"
         raise Rejected("no_weights", message, location="weights/")
-    dtype = resolve_precision(deployment.precision, resolve_device(deployment.device))
+    dtype = resolve_precision(precision or deployment.precision, resolve_device(deployment.device))
     files = model_files(chosen[0].directory)
     return Contracts(root).make(family(deployment.family), files, deployment, dtype, anew=anew, store=store)
 
