@@ -65,6 +65,12 @@ def test_a_server_that_nobody_asked_for_long_is_quiet_at_the_first_request():
     assert levels([(31, 0.0)]) == ["quiet"]
 
 
+def test_it_is_quiet_below_half_of_the_threshold_and_wakes_at_all_of_it():
+    assert levels([(0, 0.07), (300, 0.07)]) == ["normal", "normal"]  # between half of the threshold and all of it
+    assert levels([(0, 0.02), (60, 0.07), (300, 0.07)]) == ["normal", "quiet", "quiet"]
+    assert levels([(0, 0.02), (60, 0.3), (1, 0.3)]) == ["normal", "quiet", "normal"]
+
+
 @given(COURSE)
 def test_it_becomes_busy_at_most_once_in_the_hold_time_and_so_does_it_leave_quiet(course):
     seen = list(readings(course, parts=4))
