@@ -29,13 +29,20 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from app.ops import cuda
+from app.ops import attention, cuda
 from app.ops.attention import reference
 from app.ops.transition import compact
 
 SHAPES = tuple(product((4096, 8192, 16384), (32, 64)))
 POSITIONS = (1, 2, 3, 4, 8)
 DIM = 64
+CONTEXTS = (
+    (32, 512, 512, 16, 16, 64),
+    (32, 512, 512, 16, 4, 64),
+    (4, 512, 512, 16, 16, 64),
+    (32, 512, 128, 16, 8, 128),
+)
+"""Requests, beams, context positions, query heads, key heads, head dim."""
 WIDTH = 512
 BANDWIDTH = 4.3e12
 """Bytes a second that an H200 copies."""
@@ -228,6 +235,46 @@ def cell(rows: int, heads: int, positions: int, dtype: torch.dtype, peers: bool,
     return found
 
 
+def context_cell(requests: int, width: int, positions: int, heads: int, kv_heads: int, dim: int) -> dict[str, Any]:
+    """The beams of requests over their contexts, bf16: our operator over the ragged batch, torch's attention over a
+    rectangle (all requests alike, no log-sum-exp), and the per-beam form: every beam a sequence of its own over the
+    context where it lies."""
+    rows, scale = requests * width, dim**-0.5
+    q = torch.randn(rows, heads, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(requests, positions, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    length = torch.full((requests,), positions, dtype=torch.int32, device="cuda")
+    start = torch.arange(0, rows + 1, width, dtype=torch.int32, device="cuda")
+    each = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+    place = torch.arange(requests, dtype=torch.int32, device="cuda").mul(positions).repeat_interleave(width)
+    place, used = torch.cat([place, place[-1:]]), length.repeat_interleave(width)
+    keys, values = k.flatten(0, 1), v.flatten(0, 1)
+    rectangle = (q.view(requests, width, heads, dim).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    flop = 4 * rows * positions * heads * dim
+
+    def beams() -> Tensor:
+        found: Tensor = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
+            q, keys, values, each, place, 2, positions, 0.0, False, False, scale=scale, seqused_k=used
+        )[0]
+        return found
+
+    def alike(backend: SDPBackend) -> float:
+        with sdpa_kernel(backend):
+            return graph_time(
+                [lambda: torch.nn.functional.scaled_dot_product_attention(*rectangle, enable_gqa=heads != kv_heads)] * 3
+            )
+
+    ours = attention.context_attention(q, k, v, length, start, widest=width, scale=scale)[0]
+    error = float((ours.float() - beams().float()).abs().max())
+    taken = graph_time(
+        [lambda: attention.context_attention(q, k, v, length, start, widest=width, scale=scale)] * 3
+    )  # fmt: skip
+    return {
+        "R": requests, "W": width, "positions": positions, "H": heads, "Hkv": kv_heads, "D": dim, "apart": error,
+        "ms": taken, "tflops": flop / taken / 1e9, "per_beam": graph_time([beams], 3),
+        "rectangle_flash": alike(SDPBackend.FLASH_ATTENTION), "rectangle_cudnn": alike(SDPBackend.CUDNN_ATTENTION),
+    }  # fmt: skip
+
+
 def main() -> None:
     """Check, time, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -243,6 +290,9 @@ def main() -> None:
         table.append(one)
         print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in one.items()), flush=True)
         torch.cuda.empty_cache()
+    contexts = [] if args.ours else [context_cell(*shape) for shape in CONTEXTS]
+    for one in contexts:
+        print(json.dumps(one), flush=True)
     missed = [
         f"{name} S={s}: {one[name]:.4f} over {ms}" for (name, s), ms in TARGETS.items() for one in table
         if (one["B"], one["H"], one["S"]) == (16384, 64, s) and one[name] > ms
@@ -257,7 +307,7 @@ def main() -> None:
             "python": platform.python_version(), "commit": commit.strip(), "dtype": args.dtype, "missed": missed,
         }  # fmt: skip
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**about, "ms": table}, indent=1) + "\n")
+        args.out.write_text(json.dumps({**about, "ms": table, "context": contexts}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

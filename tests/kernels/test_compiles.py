@@ -30,7 +30,7 @@ def covering(builds: Iterable[Build], together: int) -> list[Build]:
     chosen, seen = [], set()
     for build in builds:
         here = set(combinations((*build.define, ("arch", build.arch)), together))
-        if not here <= seen:
+        if not chosen or not here <= seen:
             chosen.append(build)
             seen |= here
     return chosen
