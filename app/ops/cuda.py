@@ -93,7 +93,8 @@ def _load(source: Path, name: str, device: int, memory: int, arch: str, define: 
     with cupy.cuda.Device(device), torch.cuda.device(device):
         raw = _module(source, device, arch, define).get_function(name)
         if memory:
-            raw.max_dynamic_shared_size_bytes = memory
+            # one function serves launches with more and with less: the limit never falls
+            raw.max_dynamic_shared_size_bytes = max(memory, raw.max_dynamic_shared_size_bytes)
         return Kernel(raw.kernel, device, memory)
 
 

@@ -1,5 +1,7 @@
 """Exact top-K selection under T0."""
 
-from app.ops.selection.reference import Selected, keys, sanitise, select_top
+from app.ops.selection.candidates import child_of, pack
+from app.ops.selection.operators import one_read, select_logits, select_top
+from app.ops.selection.reference import Chosen, Selected, keys, sanitise
 
-__all__ = ["Selected", "keys", "sanitise", "select_top"]
+__all__ = ["Chosen", "Selected", "child_of", "keys", "one_read", "pack", "sanitise", "select_logits", "select_top"]

@@ -35,6 +35,23 @@ class Selected(NamedTuple):
     n_valid: Tensor
 
 
+class Chosen(NamedTuple):
+    """What `select_logits` keeps, flat over requests in T0 order; parent, code, order, n_valid as in `Selected`.
+
+    score  [M] float32, -inf = tombstone
+    bad    [n] int32: NaN and +inf among the logits of living rows
+    slots  [M, t] int32: the survivors' ancestry (OneLA 3.3), row 0's for tombstones; [M, 0] where none was given
+    """
+
+    parent: Tensor
+    code: Tensor
+    order: Tensor
+    score: Tensor
+    n_valid: Tensor
+    bad: Tensor
+    slots: Tensor
+
+
 def keys(rank: Tensor, code: Tensor, order: Tensor, size: int) -> Tensor:
     """T0 as int64 keys, larger is better.
 
@@ -82,6 +99,48 @@ def select_top(
         parent[into], column[into], n_valid[torch.tensor(requests, device=device)] = _rectangle(own, first, kept)
         place[into] = torch.arange(kept, device=device)
     return Selected(parent, column, place, n_valid)
+
+
+def select_logits(
+    logits: Tensor, mask: Tensor | None, norm: Tensor | None, parent: Tensor, order: Tensor, ancestry: Tensor | None,
+    row_start: Sequence[int], keep: Sequence[int], normalize: str,
+) -> Chosen:  # fmt: skip
+    """The best keep[r] candidates of each request by parent + (logit - norm), in fp32 and in this order, under T0.
+
+    logits    [n, C] any float; NaN and +inf count as -inf
+    mask      [n, >= ceil(C / 8)] uint8, bit c % 8 of byte c // 8: what may be selected; None = everything
+    norm      [n] float32, read where `normalize` is "given"; otherwise the log-sum-exp over all codes ("step"), over
+              those of the mask ("valid"), or nothing at all ("none")
+    parent    [n] float32, -inf = a row from which nothing is selected
+    ancestry  [n, t - 1] int32, or None
+    """
+    values, bad = sanitise(logits)
+    alive = (parent > -torch.inf).unsqueeze(1)
+    legal = alive.expand(values.shape)
+    if mask is not None:
+        bits = mask.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=mask.device)
+        legal = legal & (bits & 1).view(len(mask), -1)[:, : values.shape[1]].bool()
+    if normalize == "none":
+        logp = values
+    else:
+        if normalize != "given":
+            over = values if normalize == "step" else values.masked_fill(~legal, -torch.inf)
+            norm = torch.logsumexp(over, 1)
+        assert norm is not None, "normalize: given"
+        logp = torch.sub(values, norm.unsqueeze(1))
+    score = torch.add(parent.unsqueeze(1), logp)
+    score = torch.where(legal & (values > -torch.inf) & (score < torch.inf), score, -torch.inf).add_(0.0)
+    code = torch.arange(values.shape[1], device=logits.device).expand(values.shape)
+    best = select_top(score, code, order, values.shape[1], row_start, keep)
+    at, dead = best.parent.clamp(min=0), best.parent < 0
+    chosen = score[at, best.column.clamp(min=0)].masked_fill_(dead, -torch.inf)
+    wrong = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+    if bad is not None:
+        wrong = (bad * alive.squeeze(1)).to(torch.int32)
+    slots = torch.empty(len(at), 0, dtype=torch.int32, device=logits.device)
+    if ancestry is not None:
+        slots = torch.cat((ancestry.index_select(0, at), at.to(torch.int32).unsqueeze(1)), 1)
+    return Chosen(best.parent, best.column, best.order, chosen, best.n_valid, wrong, slots)
 
 
 def _ranges(first: Sequence[int], length: int, device: torch.device) -> Tensor:

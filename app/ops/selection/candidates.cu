@@ -1,0 +1,44 @@
+// What surrounds the selection kernels: candidates as a bit for each code, and the survivors' trie nodes.
+//
+// build:
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef long long i64;
+
+// One row a block. code [n, columns] int64, or null: column f is code f · legal [n, columns] bool · mask [n, stride] bytes
+// out, bit c % 8 of byte c / 8; `stride` is a multiple of 4, and 4 * (stride / 4) bytes of shared memory are given.
+extern "C" __global__ void __launch_bounds__(256) pack(
+    const i64* __restrict__ code, const u8* __restrict__ legal, u32* __restrict__ mask, i64 columns, i64 stride) {
+    extern __shared__ u32 bits[];
+    const i64 row = blockIdx.x, words = stride / 4;
+    for (i64 w = threadIdx.x; w < words; w += 256) bits[w] = 0;
+    __syncthreads();
+    for (i64 f = threadIdx.x; f < columns; f += 256)
+        if (legal[row * columns + f]) {
+            i64 c = code ? code[row * columns + f] : f;
+            atomicOr(bits + (c >> 5), 1u << (c & 31));
+        }
+    __syncthreads();
+    for (i64 w = threadIdx.x; w < words; w += 256) mask[row * words + w] = bits[w];
+}
+
+// The node that `wanted` leads to from `node`, or -1: code [edges] ascends inside a node, whose edges are
+// first[node]:first[node + 1]; edge e leads to node e + 1. node, wanted, child [m]; -1 = none.
+extern "C" __global__ void __launch_bounds__(256) child(
+    const i64* __restrict__ first, const i64* __restrict__ code, const i64* __restrict__ node,
+    const i64* __restrict__ wanted, i64* __restrict__ child, i64 m) {
+    const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
+    if (i >= m) return;
+    i64 at = node[i], c = wanted[i], found = -1;
+    if (at >= 0 && c >= 0) {
+        i64 low = first[at], high = first[at + 1], end = high;
+        while (low < high) {
+            i64 middle = (low + high) / 2;
+            if (code[middle] < c) low = middle + 1;
+            else high = middle;
+        }
+        if (low < end && code[low] == c) found = low + 1;
+    }
+    child[i] = found;
+}

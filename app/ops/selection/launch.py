@@ -1,0 +1,124 @@
+"""The kernels of `chunk.cu` on torch's current stream: what they take, and their launch. Needs CuPy and a GPU.
+
+Nothing is read back from the device, and memory comes from torch only, so that a launch may be captured into a CUDA
+graph after one launch outside of it, which compiles.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from app.ops import cuda
+from app.ops.cuda import Kernel
+from app.ops.selection.following import follow
+from app.ops.selection.geometry import Geometry, Requests, geometry
+
+SOURCE = Path(__file__).with_name("chunk.cu")
+TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""Logits that are served, and their TYPE."""
+NORMS = {"step": 1, "valid": 2, "given": 0, "none": 0}
+"""What the log-sum-exp is taken over, and NORM of `scan`."""
+
+EARLY = True
+"""Whether tail and search begin while the kernel before them ends, where the GPU can (compute capability 9.0)."""
+
+
+class Launched(NamedTuple):
+    """row, code, order [M] int64, score [M] float32, n_valid [R] int64 (see `Selected`), and bad [n] int32."""
+
+    row: Tensor
+    code: Tensor
+    order: Tensor
+    score: Tensor
+    n_valid: Tensor
+    bad: Tensor
+
+
+class Scores(NamedTuple):
+    """How a candidate's score comes from its logit: itself (a given rank), or (logit - norm) + parent.
+
+    mask       [n, >= ceil(C / 8)] uint8, bit c % 8 of byte c // 8 of what may be selected; None = everything
+    norm       [n] float32 where `normalize` is "given"; "step" and "valid" write theirs here
+    parent     [n] float32, -inf = dead row; None: the score is the logit
+    normalize  "step", "valid", "given", "none"
+    """
+
+    mask: Tensor | None = None
+    norm: Tensor | None = None
+    parent: Tensor | None = None
+    normalize: str = "none"
+
+
+def layout(codes: int, itemsize: int, of: Requests, device: torch.device) -> Geometry | None:
+    """The geometry of a launch on a device; None where the kernels do not fit."""
+    clusters, shared = limits(device.index or 0)
+    return geometry(len(of.keep), of.widest, of.most, codes, itemsize, clusters=clusters, shared=shared)
+
+
+@cache
+def limits(device: int) -> tuple[bool, int]:
+    """Whether the blocks of a cluster can share memory, and bytes of shared memory that a block may have."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.major >= 9, int(properties.shared_memory_per_block_optin)
+
+
+def select(
+    logits: Tensor, scores: Scores, order: Tensor, of: Requests, shape: Geometry, *, ancestry: Tensor | None = None,
+    ancestry_out: Tensor | None = None, check: int = 7, early: bool = False,
+) -> Launched:  # fmt: skip
+    """Exact top-K of each request under T0 (RecoGEM 4.3), in one read of the logits.
+
+    logits    [n, C] bfloat16, float16 or float32; NaN and +inf count as -inf and are counted
+    order     [n] int64: 0 .. W - 1, distinct among the live rows of a request
+    shape     of `layout`, or smaller chunks and clusters that fit
+    ancestry  [n, t - 1] int32, and ancestry_out [M, t] int32: the survivors' slots (OneLA 3.3); tombstones get row 0's
+    check     which of scan (1), tail (2), search (4) are launched: measurements leave some out
+    early     see EARLY
+    """
+    device, (n, codes), of_type = logits.device, logits.shape, TYPES[logits.dtype]
+    logits, order = logits.contiguous(), order.contiguous()
+    total, count = of.total, len(of.keep)
+    row, code, place = (torch.empty(total, dtype=torch.int64, device=device) for _ in range(3))
+    score = torch.empty(total, dtype=torch.float32, device=device)
+    n_valid = torch.empty(count, dtype=torch.int64, device=device)
+    bad, overflow = (torch.empty(size, dtype=torch.int32, device=device) for size in (n, count))
+    chunk = torch.empty(n, shape.chunks, dtype=torch.float32, device=device)
+    ends = torch.empty(n, 2, dtype=torch.float32, device=device)
+    mask, norm, parent = scores.mask, scores.norm, scores.parent
+    if norm is None:
+        norm = torch.empty(n, dtype=torch.float32, device=device)
+    whole = logits.data_ptr() % 16 == 0 and codes * logits.element_size() % 16 == 0
+    define: dict[str, Any] = {
+        "TYPE": of_type, "SCORE": 0 if parent is None else 1 if scores.normalize == "none" else 2,
+        "MASK": int(mask is not None), "SMALL": int(shape.small), "UNITS": shape.units,
+    }  # fmt: skip
+    stride = 0 if mask is None else mask.stride(0)
+    at = [0 if one is None else one.data_ptr() for one in (logits, mask, chunk, ends, norm, parent, order)]
+    if n and check & 1:
+        scan = cuda.load(
+            SOURCE, "scan", device, PART=0, NORM=NORMS[scores.normalize], VEC=int(whole), CLUSTER=1, **define
+        )
+        scan.launch(n, 128, at[0], at[1], at[5], *at[2:5], bad.data_ptr(), codes, stride, shape.chunks)
+    outputs = (row, code, place, score, n_valid, ancestry_out, overflow)
+    depth = 0 if ancestry is None else ancestry.shape[1]
+    operands = (
+        *at, *(one.data_ptr() for one in of[:3]), 0 if ancestry is None else ancestry.data_ptr(),
+        *(0 if one is None else one.data_ptr() for one in outputs), depth, codes, stride, shape.chunks,
+    )  # fmt: skip
+    run = follow if early and limits(device.index or 0)[0] else Kernel.launch
+    if count and check & 2:
+        tail = cuda.load(
+            SOURCE, "tail", device, memory=shape.memory, PART=1, NORM=0, VEC=int(whole), CLUSTER=shape.cluster, **define
+        )
+        run(tail, count * shape.cluster, 1024, *operands, shape.places, shape.room, shape.scores, shape.lines)
+    if count and check & 4:
+        search = cuda.load(
+            SOURCE, "search", device, memory=shape.search_memory, PART=2, NORM=0, VEC=0, CLUSTER=1, **define
+        )
+        run(search, count, 1024, *operands, shape.keys, of.most)
+    return Launched(row, code, place, score, n_valid, bad)

@@ -1,0 +1,140 @@
+"""The selection operators as the runtime calls them: registered with `torch.library`, so that torch.export and
+torch.compile see one operator where a device has its own way to compute it.
+
+On a CPU it is the definition (`reference.py`); on an NVIDIA GPU `chunk.cu`, one read of what is selected from, and
+`radix.cu` where that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from app.ops import cuda
+from app.ops.library import register
+from app.ops.selection import launch, radix, reference
+from app.ops.selection.geometry import Requests, requests
+from app.ops.selection.reference import Chosen, Selected
+
+
+def select_top(
+    rank: Tensor, code: Tensor, order: Tensor, size: int, row_start: Sequence[int], keep: Sequence[int]
+) -> Selected:
+    """`reference.select_top`. On a GPU a row's codes must ascend, as candidates do, and `order` must number the rows of
+    a request from 0."""
+    if cuda.unfit(rank.device) is not None:
+        return reference.select_top(rank, code, order, size, row_start, keep)
+    of = requests(row_start, keep, rank.device)
+    if of.widest * rank.shape[1] >= 1 << 32 or not rank.numel():
+        return reference.select_top(rank, code, order, size, row_start, keep)
+    return Selected(*torch.ops.widebeam.select_top(rank, order, *of[:3], of.widest, of.most, of.total))
+
+
+def select_logits(
+    logits: Tensor,
+    parent: Tensor,
+    order: Tensor,
+    row_start: Sequence[int],
+    keep: Sequence[int],
+    *,
+    normalize: str,
+    mask: Tensor | None = None,
+    norm: Tensor | None = None,
+    ancestry: Tensor | None = None,
+) -> Chosen:
+    """The best keep[r] of (logit - norm) + parent of each request under T0: `reference.select_logits`, in one read of
+    the logits on a GPU (classes R and L of policy-language 2.3)."""
+    of = requests(row_start, keep, logits.device)
+    return Chosen(
+        *torch.ops.widebeam.select_logits(
+            logits, mask, norm, parent, order, ancestry, *of[:3], of.widest, of.most, of.total, normalize
+        )
+    )
+
+
+def one_read(logits: Tensor, row_start: Sequence[int], keep: Sequence[int]) -> bool:
+    """Whether `select_logits` has a kernel for these logits; it is not the quicker way elsewhere."""
+    if cuda.unfit(logits.device) is not None or logits.dtype not in launch.TYPES or not logits.numel():
+        return False
+    of = requests(row_start, keep, logits.device)
+    return launch.layout(logits.shape[1], logits.element_size(), of, logits.device) is not None
+
+
+def _select_top(
+    rank: Tensor, order: Tensor, row_start: Tensor, keep: Tensor, out_start: Tensor, widest: int, most: int, total: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of = Requests(row_start, keep, out_start, widest, most, len(rank), total)
+    if cuda.unfit(rank.device) is None:
+        shape = launch.layout(rank.shape[1], 4, of, rank.device)
+        if shape is None:
+            return radix.select(rank, order, of)
+        found = launch.select(rank, launch.Scores(), order, of, shape, early=launch.EARLY)
+        return found.row, found.code, found.order, found.n_valid
+    code = torch.arange(rank.shape[1], device=rank.device).expand(rank.shape)
+    return reference.select_top(rank, code, order, rank.shape[1], row_start.tolist(), keep.tolist())
+
+
+def _select_logits(
+    logits: Tensor, mask: Tensor | None, norm: Tensor | None, parent: Tensor, order: Tensor, ancestry: Tensor | None,
+    row_start: Tensor, keep: Tensor, out_start: Tensor, widest: int, most: int, total: int, normalize: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if cuda.unfit(logits.device) is not None:
+        return reference.select_logits(
+            logits, mask, norm, parent, order, ancestry, row_start.tolist(), keep.tolist(), normalize
+        )
+    of = Requests(row_start, keep, out_start, widest, most, len(logits), total)
+    shape = launch.layout(logits.shape[1], logits.element_size(), of, logits.device)
+    if shape is None:
+        raise ValueError(f"select_logits: {widest} rows of {logits.shape[1]} codes and {most} survivors do not fit")
+    depth = 0 if ancestry is None else ancestry.shape[1] + 1
+    slots = torch.empty(total, depth, dtype=torch.int32, device=logits.device)
+    line = None if ancestry is None else ancestry.contiguous()
+    scores = launch.Scores(mask, norm, parent, normalize)
+    found = launch.select(
+        logits,
+        scores,
+        order,
+        of,
+        shape,
+        ancestry=line,
+        ancestry_out=None if line is None else slots,
+        early=launch.EARLY,
+    )
+    return (*found[:5], found.bad, slots)
+
+
+def _shapes_of_top(
+    rank: Tensor, order: Tensor, row_start: Tensor, keep: Tensor, out_start: Tensor, widest: int, most: int, total: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    del order, row_start, out_start, widest, most
+    chosen = [torch.empty(total, dtype=torch.int64, device=rank.device) for _ in range(3)]
+    return chosen[0], chosen[1], chosen[2], torch.empty(len(keep), dtype=torch.int64, device=rank.device)
+
+
+def _shapes_of_logits(
+    logits: Tensor, mask: Tensor | None, norm: Tensor | None, parent: Tensor, order: Tensor, ancestry: Tensor | None,
+    row_start: Tensor, keep: Tensor, out_start: Tensor, widest: int, most: int, total: int, normalize: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    del mask, norm, normalize
+    row, code, place, valid = _shapes_of_top(parent, order, row_start, keep, out_start, widest, most, total)
+    score = torch.empty(total, dtype=torch.float32, device=logits.device)
+    bad = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    depth = 0 if ancestry is None else ancestry.shape[1] + 1
+    return row, code, place, score, valid, bad, torch.empty(total, depth, dtype=torch.int32, device=logits.device)
+
+
+register(
+    "select_top(Tensor rank, Tensor order, Tensor row_start, Tensor keep, Tensor out_start, int widest, int most, "
+    "SymInt total) -> (Tensor, Tensor, Tensor, Tensor)",
+    _select_top,
+    _shapes_of_top,
+)
+register(
+    "select_logits(Tensor logits, Tensor? mask, Tensor? norm, Tensor parent, Tensor order, Tensor? ancestry, "
+    "Tensor row_start, Tensor keep, Tensor out_start, int widest, int most, SymInt total, str normalize) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _select_logits,
+    _shapes_of_logits,
+)

@@ -1,0 +1,190 @@
+"""The selection kernels on a GPU against their peers (RecoGEM 5.5: figures 19 and 8).
+
+    widebeam bench selection --out bench/results/selection.json
+
+Each figure is a captured graph of one call on each of several input sets that together exceed the L2 cache: the time of
+one replay over the number of sets, the median of several replays. Scores: logits std 2, beams std 1; "wide": std 1 and 1.5.
+
+    whole    log-sum-exp, mask, score, exact top-K in T0 order, ancestry of the survivors
+    bare     the same without mask and ancestry
+    ranks    top-K of given float32 ranks, by chunk maxima
+    radix    the same by the radix pair
+    topk     torch.topk of given 16-bit scores, flat over a request (order and ties unspecified)
+    torch    torch.log_softmax, add, torch.topk
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from app.ops.selection import geometry, launch, radix
+from bench._report import commit
+
+CODES = 8192
+BANDWIDTH = 4.3e12
+"""Bytes a second that the floor is counted with: an H200's measured copy."""
+KINDS = {"std": (2.0, 1.0), "wide": (1.0, 1.5)}
+
+
+class Inputs(NamedTuple):
+    """One set: logits [R * W, C], parents, a mask with half of its bits set, order, room for norms, ancestry."""
+
+    logits: Tensor
+    parent: Tensor
+    mask: Tensor
+    order: Tensor
+    norm: Tensor
+    ancestry: Tensor
+
+
+class Shape(NamedTuple):
+    """R requests of W rows that keep K each."""
+
+    requests: int
+    width: int
+    keep: int
+
+
+def make_inputs(shape: Shape, kind: str, dtype: torch.dtype, seed: int) -> Inputs:
+    """Parents fall inside a request, as beams do."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    rows, (spread, beams) = shape.requests * shape.width, KINDS[kind]
+    logits = torch.empty(rows, CODES, dtype=dtype, device="cuda")
+    for part in logits.split(8192):
+        part.copy_(torch.randn(part.shape, generator=generator, device="cuda") * spread)
+    parent = torch.randn(shape.requests, shape.width, generator=generator, device="cuda") * beams
+    return Inputs(
+        logits,
+        parent.sort(descending=True).values.flatten(),
+        torch.randint(0, 256, (rows, CODES // 8), generator=generator, device="cuda", dtype=torch.uint8),
+        torch.arange(shape.width, device="cuda").repeat(shape.requests),
+        torch.empty(rows, device="cuda"),
+        torch.randint(0, rows, (rows, 2), generator=generator, device="cuda", dtype=torch.int32),
+    )
+
+
+def time_graph(calls: Sequence[Callable[[], object]]) -> float:
+    """Milliseconds of a call."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    times = []
+    for _ in range(13):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / len(calls))
+    del kept
+    return statistics.median(times[2:])
+
+
+def ways(shape: Shape, *, early: bool) -> dict[str, Callable[[Inputs], object]]:
+    """What is timed, by name."""
+    row_start = range(0, shape.requests * shape.width + 1, shape.width)
+    of = geometry.requests(row_start, [shape.keep] * shape.requests, torch.device("cuda", 0))
+    rows = shape.requests * shape.width
+
+    def select(x: Inputs, *, whole: bool) -> object:
+        fit = launch.layout(CODES, x.logits.element_size(), of, x.logits.device)
+        assert fit is not None
+        scores = launch.Scores(x.mask if whole else None, x.norm, x.parent, "step")
+        slots = torch.empty(of.total, 3, dtype=torch.int32, device="cuda") if whole else None
+        ancestry = x.ancestry if whole else None
+        return launch.select(x.logits, scores, x.order, of, fit, ancestry=ancestry, ancestry_out=slots, early=early)
+
+    def ranks(x: Inputs) -> object:
+        fit = launch.layout(CODES, 4, of, x.logits.device)
+        assert fit is not None
+        return launch.select(x.logits, launch.Scores(), x.order, of, fit, early=early)
+
+    def pipeline(x: Inputs) -> object:
+        score = torch.log_softmax(x.logits, 1, dtype=torch.float32).add_(x.parent[:, None])
+        return torch.topk(score.view(shape.requests, -1), shape.keep)
+
+    return {
+        "whole": lambda x: select(x, whole=True),
+        "bare": lambda x: select(x, whole=False),
+        "ranks": ranks,
+        "radix": lambda x: radix.select(x.logits, x.order, of),
+        "topk": lambda x: torch.topk(x.logits.view(shape.requests, rows // shape.requests * CODES), shape.keep),
+        "torch": pipeline,
+    }
+
+
+def measure(shape: Shape, kind: str, names: Sequence[str], *, early: bool) -> Iterator[dict[str, Any]]:
+    """One line for each way."""
+    every = ways(shape, early=early)
+    for dtype in (torch.bfloat16, torch.float32):
+        mine = [name for name in names if (name in {"ranks", "radix"}) == (dtype == torch.float32)]
+        if not mine:
+            continue
+        size = shape.requests * shape.width * CODES * dtype.itemsize
+        sets = [make_inputs(shape, kind, dtype, seed) for seed in range(max(2, min(8, int(3e8 // size))))]
+        for name in mine:
+            ms = time_graph([lambda x=x, way=every[name]: way(x) for x in sets])  # type: ignore[misc]
+            yield {
+                "R": shape.requests, "W": shape.width, "K": shape.keep, "scores": kind, "way": name,
+                "ms": round(ms, 4), "floor_ms": round(1e3 * size / BANDWIDTH, 4),
+            }  # fmt: skip
+
+
+def plan() -> Iterator[tuple[Shape, str, tuple[str, ...]]]:
+    """Figure 19, then figure 8."""
+    for width, requests in product((512, 1024), (4, 8, 16, 32)):
+        yield Shape(requests, width, width), "std", ("whole", "bare", "ranks", "radix", "topk", "torch")
+        yield Shape(requests, width, width), "wide", ("whole", "bare")
+    for keep in (16, 32, 64, 128, 256, 512, 1024):
+        yield Shape(16, 512, keep), "std", ("bare", "ranks", "radix", "topk")
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Markdown, a line a shape."""
+    names = ("whole", "bare", "ranks", "radix", "topk", "torch")
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in lines:
+        found.setdefault((line["R"], line["W"], line["K"], line["scores"]), {})[line["way"]] = line["ms"]
+    out = ["| R | W | K | scores | " + " | ".join(names) + " |", "|" + "---|" * (4 + len(names))]
+    for shape, ms in found.items():
+        out.append("| " + " | ".join(map(str, (*shape, *(ms.get(name, "") for name in names)))) + " |")
+    return "\n".join(out)
+
+
+def main() -> None:
+    """Time, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON; the table goes beside it as .md")
+    parser.add_argument("--commit", help="of the code, where it is no clone")
+    parser.add_argument("--late", action="store_true", help="no kernel begins before the one before it ends")
+    args = parser.parse_args()
+    lines: list[dict[str, Any]] = []
+    for shape, kind, names in plan():
+        lines += measure(shape, kind, names, early=not args.late)
+    print(table(lines), flush=True)
+    if args.out:
+        about = {
+            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
+            "cupy": version("cupy-cuda13x"), "commit": args.commit or commit(), "codes": CODES,
+            "not run": "FlashInfer and a bitonic top-K: not installed where this was measured",
+        }  # fmt: skip
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({**about, "times": lines}, indent=1) + "\n", "utf-8")
+        args.out.with_suffix(".md").write_text(f"{about}\n\n{table(lines)}\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
