@@ -160,6 +160,12 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     hold_s: Annotated[float, Meta(ge=1, le=600)] = 30.0
 
 
+class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a model is laid out over devices. Reserved: tensor parallelism over one device is all there is."""
+
+    tp: Literal[1] = 1
+
+
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A parsed deployment.toml. `family` is checked against the installed families by the composition root."""
 
@@ -168,6 +174,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Precision = "auto"
     limits: Limits = Limits()
+    parallel: Parallel = Parallel()
     server: Server = Server()
     log: Log = Log()
     attributes: dict[FieldName, Attribute] = {}

@@ -43,6 +43,7 @@ def test_the_override_may_stand_under_limits():
         ('family = "onerec"\n', 0, "sid"),
         (GOOD + "beam_widht = 64\n", 4, "beam_widht"),
         (GOOD + "[limits]\nrows = 0\n", 5, "rows"),
+        (GOOD + "[parallel]\ntp = 2\n", 5, "tp"),
         (GOOD + "[limits]\nrows = 1.5\n", 5, "int"),
         (GOOD + "[limits]\nrows = true\n", 5, "int"),
         (GOOD + '[limits]\nrows = "64"\n', 5, "int"),

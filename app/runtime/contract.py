@@ -70,7 +70,7 @@ def make_parts(
         "limits": limits,
         "sid": sid,
         "precision": precision,
-        "parallel": {"tp": 1},  # reserved
+        "parallel": deployment.parallel,
         "inputs": inputs,
         "states": states,
         "heads": [head._asdict() for head in model.head_specs()],
