@@ -29,7 +29,7 @@ from app.vocab.publish import Draft, commit, draft
 SPECIAL = 3
 """Token ids in front of the SID tokens."""
 LETTERS = "abc"
-SCALES = (1.0, 1.25, 1.5)
+SCALES = (0.5, 1.0, 2.0)
 COMMON = 1000
 """Items that have the same id in every content."""
 BLOCK = 16 << 20

@@ -35,7 +35,7 @@ from bench._report import settings as machine
 
 CLONE = Path(__file__).parent.parent
 KINDS = {"weights": ("weights",), "vocab": ("vocab",), "both": ("weights", "vocab")}
-SETTLE_S = 60.0
+SETTLE_S = 180.0
 KEPT = 4
 """Versions of a kind that stay on the disk."""
 Row = dict[str, Any]
