@@ -30,6 +30,7 @@ POLICIES = {
     "not_br": HEAD + '    rank: score + where(ctx.country != "BR", 0.5 * sibling, 0 * sibling)\n',
     "logits": HEAD + "    logits: logit / (1 + user.age)\n",
     "listed": 'widebeam: 1\nfinal:\n  mask: position > user.age or ctx.device == "tv"\n  score: score - user.age\n',
+    "masked": HEAD + '    mask: trie and (ctx.device == "tv" or not seen) and user.age < 9\n',
     "taste": HEAD + "    rank: score + user.taste * sibling\n",
 }
 
@@ -125,6 +126,9 @@ def test_rows_get_the_values_of_their_request():
         ("not_br", {}, HEAD + "    rank: score + 0.5 * sibling\n"),
         ("not_br", {"ctx": {"country": "BR"}}, HEAD + "    rank: score + 0 * sibling\n"),
         ("logits", {"user": {"age": 1}}, HEAD + "    logits: logit / (1 + 1)\n"),
+        ("masked", {}, HEAD + "    mask: trie and not seen\n"),
+        ("masked", {"ctx": {"device": "tv"}}, HEAD + "    mask: trie\n"),
+        ("masked", {"user": {"age": 9}}, HEAD + "    mask: trie and seen and not seen\n"),
         ("listed", {"user": {"age": 2}}, "widebeam: 1\nfinal: {mask: position > 2, score: score - 2}\n"),
         ("listed", {"user": {"age": 2}, "ctx": {"device": "tv"}}, "widebeam: 1\nfinal: {score: score - 2}\n"),
     ],

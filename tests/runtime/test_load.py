@@ -271,3 +271,13 @@ async def test_a_recorded_request_is_asked_again_at_its_recorded_level():
         assert [one.recorded for one in found] == [True, True, True]
         assert [one.same for one in found] == [False, True, False]
         assert recorded(b'{"context": {"history": []}, "k": 3}', "log").request.load == "normal"
+
+
+async def test_wide_requests_are_a_backlog_by_their_rows():
+    async with timed(batch=16, rows=64) as world:
+        held = await world.busy()
+        waiting = [world.ask("i2", policy="as_quiet") for _ in range(12)]  # 12 rows each: 2.25 batches by rows
+        world.clock.now += 3.0
+        assert world.runtime.status()["load"]["level"] == "busy"
+        world.gate.open.set()
+        await asyncio.gather(held.outcome(), *(one.outcome() for one in waiting))
