@@ -57,7 +57,8 @@ async def test_cutovers_half_of_them_failing_in_every_way(tmp_path):
             how, bad, good = wrong[n % len(wrong)], f"v{2 * n + 2}", f"v{2 * n + 3}"
             BAD[how][1](root, bad)
             status = await server.settles(lambda status, v=bad: state_of(status, "weights", v)["state"] == "rejected")
-            reason = {key: str(text).replace(bad, "v") for key, text in state_of(status, "weights", bad)["reason"].items()}
+            told = state_of(status, "weights", bad)["reason"]
+            reason = {key: str(value).replace(bad, "v") for key, value in told.items()}
             assert reasons.setdefault(how, reason) == reason or BAD[how][0] == "no_memory", how
             assert reason["code"] == (BAD[how][0] or reason["code"]), (how, reason)
             load = Load(server, truth, clients=2)
