@@ -15,6 +15,7 @@ from typing import Final
 from app.config import Deployment
 from app.errors import Rejected
 from app.runtime.background import Background
+from app.runtime.contracts import Contracts
 from app.runtime.desired import PIN, Ask, Chosen, Option, choose, usable
 from app.runtime.ledger import Ledger
 from app.runtime.logs import Log
@@ -62,7 +63,7 @@ class ArtifactUpdates:
         self._apart: dict[tuple[str, str], bool] = {}
         self._overlay = Overlay(deployment)
         self._said = self._overlay.document()
-        self.stage = Stage(root, runtime, policies, self._background, composing, compose, ledger)
+        self.stage = Stage(root, runtime, policies, self._background, composing, compose, ledger, Contracts(root, log))
         self.told = asyncio.Event()
 
     def close(self) -> None:

@@ -75,10 +75,11 @@ class Preparation:
         root: Path,
         device: torch.device,
         slots: Slots,
+        contracts: Contracts,
         background: Background,
         moved: Callable[[Kind, Option, State], None],
     ) -> None:
-        self._root, self._device, self._slots = root, device, slots
+        self._root, self._device, self._slots, self._contracts = root, device, slots, contracts
         self._background, self._moved = background, moved
 
     async def parts(self, want: Want, residents: Iterable[Resident]) -> Parts:
@@ -102,7 +103,7 @@ class Preparation:
 
     def _read_weights(self, directory: Path, deployment: Deployment) -> Weights:
         check_fits(directory, deployment, self._device, self._slots.free_bytes)
-        return read_weights(directory, deployment, self._device, Contracts(self._root), self._slots)
+        return read_weights(directory, deployment, self._device, self._contracts, self._slots)
 
     async def _load(self, kind: Kind, option: Option, read: Callable[[Path], T]) -> T:
         """The manifest first, then the content, which is hashed while it is read. Raises Refused."""

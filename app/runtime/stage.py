@@ -17,6 +17,7 @@ from app.config import Deployment
 from app.engine.slots import Slots
 from app.errors import Rejected
 from app.runtime.background import Background
+from app.runtime.contracts import Contracts
 from app.runtime.desired import Option
 from app.runtime.expectations import read_canary
 from app.runtime.in_force import InForce
@@ -52,8 +53,10 @@ class Stage:
         composing: asyncio.Lock,
         compose: Callable[[Snapshot], Snapshot],
         ledger: Ledger,
+        contracts: Contracts,
     ) -> None:
         self._root, self._runtime, self._policies, self._ledger = root, runtime, policies, ledger
+        self._contracts = contracts
         self._background, self._composing, self._compose = background, composing, compose
         self._composer = Background("compose")  # a rollback does not wait for what is being loaded
         self._burials: set[asyncio.Future[None]] = set()
@@ -90,7 +93,9 @@ class Stage:
         slots.most = FIXED_SLOTS + active.contract.limits.rollback
         if slots.full:
             self._supersede(active.batch_key)
-        preparation = Preparation(self._root, active.engine.device, slots, self._background, self._moved)
+        preparation = Preparation(
+            self._root, active.engine.device, slots, self._contracts, self._background, self._moved
+        )
         parts = await preparation.parts(want, self.residents)
         snapshot, state = await self._composed(parts.snapshot(active.policies))
         await self._background.run(lambda: self._runtime.allocate(snapshot))

@@ -47,7 +47,7 @@ def write_root(root, items=ITEMS):
         (root / "policies" / f"{name}.yaml").write_text(text)
     publish_weights(root, "v1")
     support.write_vocab(root, SIZES, items)
-    return root
+    return support.store_contract(root)
 
 
 def publish_weights(root, version, seed=0):
