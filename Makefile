@@ -71,7 +71,7 @@ test-console: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/console
 
 test-docker: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/docker --timeout 600
+	$(BIN)/python -m pytest tests/docker --timeout 1200
 
 bench-cpu: $(VENV)/.oracles
 	$(BIN)/python -m bench.cpu

@@ -114,7 +114,7 @@ def test_the_image_s_commands_serve_the_demo_and_end(place):
 
 
 def wait(server: subprocess.Popen, true, log: Path) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 400  # only ends a test that has failed: torch starts twice, on a machine that may be busy
     while True:
         assert server.poll() is None, log.read_text()
         assert time.monotonic() < end, log.read_text()
