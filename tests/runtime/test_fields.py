@@ -14,6 +14,7 @@ from app.policies.compile import compile_policy
 from app.policies.plan import Asks, Condition
 from app.policies.source import Source
 from app.runtime.admission import Admission
+from app.runtime.contract import make_parts
 from app.runtime.fields import FieldTable, fields_of, final_fields, made_up
 from app.runtime.snapshot import Snapshot
 from tests import support
@@ -185,6 +186,7 @@ def test_declared_fields_are_part_of_the_contract_and_a_deployment_without_keeps
         )
     }
     assert len(ids) == 4
+    assert "request" not in make_parts(engine, {}, bare, "float32", (), ())
 
 
 def test_an_admission_refuses_only_what_the_policy_of_the_request_reads():
