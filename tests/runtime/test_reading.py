@@ -1,0 +1,67 @@
+"""Reading versions: every byte once, and what is wrong with them is called by its cause."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+
+from app.cli.compose import read_deployment
+from app.engine.slots import Slots
+from app.errors import Rejected
+from app.runtime.contracts import Contracts
+from app.runtime.reading import read_vocab, read_weights
+from app.vocab.manifest import read_manifest
+from tests import support
+
+CPU = torch.device("cpu")
+
+
+def flip(file, place):
+    data = bytearray(file.read_bytes())
+    data[place] ^= 0x40
+    file.write_bytes(data)
+
+
+def test_bytes_that_are_not_the_manifests_are_refused_as_such_whatever_they_say(tmp_path):
+    root = support.write_root(tmp_path / "root")
+    deployment, contracts, slots = read_deployment(root), Contracts(root), Slots(most=1)
+    directory = root / "weights" / "v1"
+    good = read_weights(directory, deployment, CPU, contracts, slots)
+    assert good.digest == read_manifest(directory, "weights").digest
+    del good
+    kept = tmp_path / "kept"
+    shutil.copytree(directory, kept)
+    header = 8 + int.from_bytes((directory / "model.safetensors").read_bytes()[:8], "little")
+    for name, place in (
+        ("model.safetensors", 0),  # the header's length
+        ("model.safetensors", 12),  # a tensor's name
+        ("model.safetensors", header + 3),  # an exponent: infinity, or a wild number
+        ("model.safetensors", -1),
+        ("config.json", 3),
+    ):
+        flip(directory / name, place)
+        with pytest.raises(Rejected) as caught:
+            read_weights(directory, deployment, CPU, contracts, slots)
+        assert (caught.value.code, caught.value.location) == ("file_digest", name), place
+        assert slots.lent == 0
+        shutil.copy(kept / name, directory / name)
+    assert read_weights(directory, deployment, CPU, contracts, slots).engine.slot.number == 0
+
+
+def test_a_vocab_is_read_once_and_what_lies_beside_its_table_is_checked(tmp_path, monkeypatch):
+    root, sizes = support.write_root(tmp_path / "root"), (4, 5, 6)
+    directory, opened = root / "vocab" / "v1", []
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *rest, **more: (opened.append(str(path)), real(path, *rest, **more))[1]
+    )
+    vocab = read_vocab(directory, sizes)
+    assert vocab.digest == read_manifest(directory, "vocab").digest
+    assert [path for path in opened if path.endswith("items.safetensors")] == [str(directory / "items.safetensors")]
+    flip(directory / "items.safetensors", -1)
+    with pytest.raises(Rejected) as caught:
+        read_vocab(directory, sizes)
+    assert (caught.value.code, caught.value.location) == ("file_digest", "items.safetensors")
