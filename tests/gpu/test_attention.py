@@ -199,6 +199,7 @@ def test_prompts_see_what_came_before(dtype):
     torch.testing.assert_close(out.float(), expected, atol=4 * HALF[dtype], rtol=4 * HALF[dtype])
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device():
     q, k, v, length, start = contexts(torch.bfloat16, [130, 1, 60], [70, 3, 70], hkv=8)
     operands, how = make(torch.bfloat16, n=191, h=8, hkv=8)
