@@ -68,7 +68,7 @@ test-kernels: $(VENV)/.kernels
 
 test-console: $(VENV)/.dev
 	@command -v chromium chromium-browser google-chrome > /dev/null || { echo "Chromium is needed: apt-get install chromium"; exit 1; }
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/console
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/console --timeout 300
 
 test-docker: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/docker --timeout 1200

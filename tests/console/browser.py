@@ -109,7 +109,7 @@ class Tab:
         assert "exceptionDetails" not in found, (script, found["exceptionDetails"])
         return found["result"].get("value")
 
-    def until(self, script: str, seconds: float = 20.0) -> object:
+    def until(self, script: str, seconds: float = 60.0) -> object:
         """Wait for an expression to become true; the bound only ends a test that has failed."""
         end = time.monotonic() + seconds
         while not (value := self.run(script)):
@@ -121,7 +121,7 @@ class Tab:
         """What a person reads there; "" where there is nothing."""
         return str(self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
-    def sees(self, text: str, selector: str = "body", seconds: float = 20.0) -> None:
+    def sees(self, text: str, selector: str = "body", seconds: float = 60.0) -> None:
         """Wait until a text can be read."""
         where = f"(document.querySelector({json.dumps(selector)})?.innerText ?? '')"
         self.until(f"{where}.includes({json.dumps(text)})", seconds)

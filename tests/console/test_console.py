@@ -52,6 +52,18 @@ def ask(server, seconds, version=None):
         assert time.monotonic() < end, answer["versions"]
 
 
+def looked_again(tab):
+    """Wait until the page has shown a status that it asked for after now."""
+
+    def asked():
+        tab.run("0")  # takes in what has happened
+        return sum(url.endswith("/status") for url in tab.requests())
+
+    before = asked()
+    while asked() < before + 2:  # the second is sent when the first has been shown
+        time.sleep(0.05)
+
+
 def served(server):
     return server.ask("i1").json()["versions"]["weights"]
 
@@ -151,7 +163,7 @@ def test_a_person_rolls_back_and_promotes(tab, tmp_path):
         tab.sees("Something changed since this page looked", "#said")
         assert served(server) == "v2"
 
-        time.sleep(2.5)  # the page looks again
+        looked_again(tab)
         tab.click("Roll back: weights v1 · vocab v1", "#memory")
         tab.click("Roll back", "dialog")
         tab.sees("Rolled back to weights v1", "#said")
