@@ -13,6 +13,7 @@ beside the same ratio between the two steady stretches (A/A). `--mode naive` reb
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bench._cutover_report import write_report
 from bench._cutover_root import LETTERS, SETTINGS, Setting, bodies, make_root, publish
@@ -240,7 +241,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="widebeam bench cutover", description=__doc__.split("\n", 1)[0])
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="one part: steady, updates, steady")
-    run.add_argument("--out", type=Path, required=True, help="the part's samples, JSON")
+    run.add_argument("--out", type=Path, required=True, help="the part's samples, JSON; NAME.json.gz packs them")
     run.add_argument("--setting", choices=SETTINGS, default="cpu")
     run.add_argument("--mode", choices=("live", "naive"), default="live")
     run.add_argument("--steady", type=float, default=100.0, help="seconds of each steady stretch")
@@ -268,16 +269,26 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _opened(file: Path, mode: str) -> IO[str]:
+    return gzip.open(file, mode) if file.suffix == ".gz" else file.open(mode)  # type: ignore[return-value]
+
+
+def _read(file: Path) -> Row:
+    with _opened(file, "rt") as stream:
+        return json.load(stream)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = _arguments(argv)
     if arguments.command == "report":
-        print(write_report([json.loads(part.read_text()) for part in arguments.parts], arguments.out))
+        print(write_report([_read(part) for part in arguments.parts], arguments.out))
         return
     with tempfile.TemporaryDirectory() as scratch:
         work = arguments.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
         part = run_part(arguments, work)
-    arguments.out.write_text(json.dumps(part, separators=(",", ":")))
+    with _opened(arguments.out, "wt") as file:
+        json.dump(part, file, separators=(",", ":"))
     print(f"{arguments.out}: {len(part['updates'])} updates, {sum(c['sent'] for c in part['clients'])} requests",
           file=sys.stderr)  # fmt: skip
 

@@ -42,8 +42,9 @@ MOVES: Final[Mapping[State, frozenset[State]]] = {
     _S.REJECTED: frozenset({_S.DISCOVERED, _S.RETIRED}),
 }
 """Allowed moves. RETIRED also means that a version's directory is gone; a version whose bytes change is discovered
-again. VERIFYING compares digests; VALIDATING compares what was read with the contract and with the other artifacts, and
-is where a version begins whose content is in memory already. Work that is begun anew goes back to DISCOVERED."""
+again. VERIFYING compares files with the manifest; LOADING reads them and compares digests; VALIDATING compares what was
+read with the contract and with the other artifacts, and is where a version begins whose content is in memory already.
+WAITING is for another version, or for a weight slot. Work that is begun anew goes back to DISCOVERED."""
 
 
 def check_move(before: State, after: State) -> None:
