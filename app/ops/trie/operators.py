@@ -1,5 +1,5 @@
-"""The trie operators as the runtime calls them: on an NVIDIA GPU one pass over the output each (`kernel.cu`); elsewhere,
-and without CuPy, torch's operators (`reference.py`)."""
+"""The trie operators as the runtime calls them: on an NVIDIA GPU one pass over the output each (`kernel.cu`).
+Elsewhere, and without CuPy, torch's operators (`reference.py`)."""
 
 from __future__ import annotations
 
