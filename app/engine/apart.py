@@ -22,7 +22,7 @@ from app.engine.functions import Function
 from app.errors import Fault, Rejected
 
 TIMEOUT_S: Final = 900.0
-NICE: Final = 10
+NICE: Final = 5
 
 
 class Task(msgspec.Struct, frozen=True):

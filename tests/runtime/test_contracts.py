@@ -225,6 +225,7 @@ def test_a_config_that_the_family_does_not_take_is_refused_before_anything_is_ex
 # ---- the process that exports --------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(400)  # three processes that import torch: seconds on an idle machine
 def test_another_process_exports_what_is_only_known_there_by_its_module(tmp_path):
     root = support.write_root(tmp_path / "root", (4, 5))
     sid, limits = read_deployment(root).sid, read_deployment(root).limits

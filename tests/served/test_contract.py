@@ -82,9 +82,10 @@ def best(history):
     return sorted(scores.items(), key=lambda one: -one[1])
 
 
+@pytest.mark.timeout(400)  # another process exports: seconds on an idle machine
 def test_a_family_of_ones_own_gets_contract_gate_and_server(root):
     with serving(root) as server:  # without a contract: it is made before the server is ready
-        server.ready()
+        server.until(lambda: server.client.get("/readyz").status_code == 200, "ready", timeout=240)
         found = server.items("i3", "i7", k=5)
         known = best([3, 7])[:5]
         assert [item for item, _ in found] == [item for item, _ in known]
