@@ -11,13 +11,12 @@ from app.cli.deployment import read_deployment
 from app.cli.output import JsonFlag, print_json, say
 from app.config import Precision
 from app.engine.registry import family
-from app.engine.weights import resolve_precision
 from app.errors import BadDeployment, Rejected
 from app.policies.plugins import installed
 from app.runtime.contracts import Contracts, Made, encode
 from app.runtime.desired import wishes
 from app.runtime.gate import Finding, Report, examine
-from app.runtime.loader import resolve_device
+from app.runtime.loader import contract_dtype
 from app.runtime.reading import model_files
 from app.vocab.manifest import versions
 
@@ -103,7 +102,7 @@ def _made(
     if not chosen:
         message = "there is no complete version" if weights is None else f"weights {weights!r} is not there"
         raise Rejected("no_weights", message, location="weights/")
-    dtype = resolve_precision(precision or deployment.precision, resolve_device(deployment.device))
+    dtype = contract_dtype(deployment, precision)
     files = model_files(chosen[0].directory)
     return Contracts(root).make(family(deployment.family), files, deployment, dtype, anew=anew, store=store)
 

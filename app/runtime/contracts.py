@@ -28,7 +28,7 @@ from app.runtime.contract import BESIDE, Parts, contract_id, contract_of, make_p
 from app.runtime.logs import Log
 
 FOLDER: Final = "contracts"
-MOST_FILES: Final = 256
+MOST_FILES: Final = 64
 """Files that are looked at, the newest first."""
 
 

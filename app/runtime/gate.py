@@ -15,7 +15,7 @@ from app.config import Deployment
 from app.core import Contract
 from app.engine import facts
 from app.engine.registry import family
-from app.engine.weights import name_findings, read_entries, resolve_precision, value_findings
+from app.engine.weights import name_findings, read_entries, value_findings
 from app.errors import Rejected
 from app.policies.builtin import BUILT_IN
 from app.policies.cache import Cache
@@ -26,7 +26,7 @@ from app.policies.rules import Severity
 from app.runtime.columns import catalogue_of
 from app.runtime.contracts import FOLDER, Contracts
 from app.runtime.desired import Option, wishes
-from app.runtime.loader import check_tokens, resolve_device
+from app.runtime.loader import check_tokens, contract_dtype
 from app.runtime.reading import model_files
 from app.runtime.takedowns import load_takedowns
 from app.vocab.aggregates import SideData, side_data
@@ -144,7 +144,7 @@ class _Examination:
         """The tensors against the family and config.json, and the contract. Raises Rejected where neither is known."""
         directory, under, deployment = self._root / "weights" / version, f"weights/{version}", self._deployment
         kind, files = family(deployment.family), model_files(directory)
-        dtype = resolve_precision(deployment.precision, resolve_device(deployment.device))
+        dtype = contract_dtype(deployment)
         model = facts.build(kind, files, deployment.sid, deployment.limits, dtype).family
         self._missing, entries = model.missing_tokens(), read_entries(directory)
         for problem in name_findings(model, entries):

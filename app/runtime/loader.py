@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from app.config import Deployment
+from app.config import Deployment, Precision
 from app.core import Contract
 from app.engine.engine import Engine
 from app.engine.registry import family
@@ -88,6 +88,13 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def contract_dtype(deployment: Deployment, precision: Precision | None = None) -> torch.dtype:
+    """In what the engine would compute, also where there is no such device. precision: instead of the overlay's."""
+    name = deployment.device
+    device = resolve_device(name) if name == "auto" else torch.device(name)
+    return resolve_precision(precision or deployment.precision, device)
+
+
 def load_contract(root: Path, deployment: Deployment) -> Contract:
     """The contract of a root from its newest weights' config.json and headers; no tensor is read.
 
@@ -96,9 +103,8 @@ def load_contract(root: Path, deployment: Deployment) -> Contract:
     found = wishes(root, root / deployment.server.state_dir, "weights").found
     if not found:
         raise Rejected("no_weights", "no complete version", location="weights")
-    dtype = resolve_precision(deployment.precision, resolve_device(deployment.device))
     kind = family(deployment.family)
-    return Contracts(root).of(kind, model_files(found[0].directory), deployment, dtype)
+    return Contracts(root).of(kind, model_files(found[0].directory), deployment, contract_dtype(deployment))
 
 
 class _Gate:

@@ -78,6 +78,17 @@ def test_check_reports_everything_and_exits_1_for_errors_only(root):
     assert [place.partition(":")[0] for place in places] == ["weights/v1/stray.txt", "policies/bad.yaml"]
 
 
+def test_contracts_of_a_gpu_are_made_and_checked_where_there_is_none(root):
+    file = root / "deployment.toml"
+    file.write_text(file.read_text().replace('device = "cpu"', 'device = "cuda"'))
+    code, out, _ = run("show", "--root", root, "--json")
+    assert (code, json.loads(out)["precision"]) == (0, "bfloat16")
+    assert run("check", "--root", root)[0] == 0
+    code, out, _ = run("show", "--root", root, "--json", "--precision", "float16")
+    assert json.loads(out)["precision"] == "float16"
+    assert run("show", "--root", root, "--precision", "fp8")[0] == 1
+
+
 def test_check_says_where_deployment_toml_is_wrong(root):
     (root / "deployment.toml").write_text("family = 3\n")
     code, out, _ = run("check", "--root", root, "--json")
