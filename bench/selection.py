@@ -3,7 +3,8 @@
     widebeam bench selection --out bench/results/selection.json
 
 Each figure is a captured graph of one call on each of several input sets that together exceed the L2 cache: the time of
-one replay over the number of sets, the median of several replays. Scores: logits std 2, beams std 1; "wide": std 1 and 1.5.
+one replay over the number of sets, the median of several replays. Scores: logits std 2 and beams std 1; "wide": std 1
+and 1.5.
 
     whole    log-sum-exp, mask, score, exact top-K in T0 order, ancestry of the survivors
     bare     the same without mask and ancestry
@@ -60,7 +61,7 @@ def make_inputs(shape: Shape, kind: str, dtype: torch.dtype, seed: int) -> Input
     generator = torch.Generator("cuda").manual_seed(seed)
     rows, (spread, beams) = shape.requests * shape.width, KINDS[kind]
     logits = torch.empty(rows, CODES, dtype=dtype, device="cuda")
-    for part in logits.split(8192):
+    for part in torch.split(logits, 8192):
         part.copy_(torch.randn(part.shape, generator=generator, device="cuda") * spread)
     parent = torch.randn(shape.requests, shape.width, generator=generator, device="cuda") * beams
     return Inputs(
@@ -90,7 +91,7 @@ def time_graph(calls: Sequence[Callable[[], object]]) -> float:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / len(calls))
     del kept
-    return statistics.median(times[2:])
+    return float(statistics.median(times[2:]))
 
 
 def ways(shape: Shape, *, early: bool) -> dict[str, Callable[[Inputs], object]]:

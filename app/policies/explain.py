@@ -12,6 +12,10 @@ from app.policies.plan import Plan
 from app.policies.read import Widths
 from app.policies.resolve import Policy, Resolved, content_text
 
+_SELECTION = {
+    True: "from the logits, in one read of them on a GPU",
+    False: "from computed ranks",
+}
 _PRECUT = {
     "R": "R: the rank is constant in a row",
     "L": "L: the rank follows the logit",
@@ -37,6 +41,7 @@ def explain(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue
                 "planned": after,
                 "candidates": "children of the trie" if program.children else "all codes",
                 "precut": program.precut,
+                "selection": "ranks" if program.legal is None else "logits",
                 "reads": sorted(program.uses),
                 "phases": {
                     word: {"value": content_text(phases[word].value), "from": _origin(phases[word])}
@@ -117,6 +122,7 @@ def explain_text(policy: Policy, plan: Plan, contract: Contract, catalogue: Cata
         )
         out += _lines(phases, STEP_PHASES)
         out.append(f"  candidates   {source}; precut class {_PRECUT[program.precut]}")
+        out.append(f"  selection    {_SELECTION[program.legal is not None]}")
         if program.uses:
             out.append(f"  reads        {', '.join(sorted(program.uses))}")
     out.append("final")

@@ -17,7 +17,7 @@ from app.policies.lower import Scope, lower_condition, lower_number
 from app.policies.names import Dependence
 from app.policies.operators import Operator, Operators
 from app.policies.plan import Normalize, StepProgram
-from app.policies.program import Applied, Limit, Parts, Select, program
+from app.policies.program import Applied, Limit, Parts, Select, legality, program
 from app.policies.resolve import Policy, Resolved
 
 _NORMALIZE: dict[str, Normalize] = {"full": "full", "step": "step", "valid": "valid", "none": "none"}
@@ -67,7 +67,16 @@ def lower_step(
         precut=_with_cuts(precut, (*parts.keep, *parts.prune)),
         run=program(parts),
         carries=select.carries,
+        legal=legality(parts) if _follows_logits(parts, show(score), precut) else None,
+        masked=parts.mask is not True,
     )
+
+
+def _follows_logits(parts: Parts, score: str, precut: str) -> bool:
+    """Whether the step takes the best K by parent + logp of the logits as they are."""
+    more = parts.keep or parts.prune or parts.caps or parts.floors or parts.select.name != "top"
+    plain = parts.logits is None and parts.rank is None and score in ("parent + logp", "logp + parent")
+    return plain and not more and precut in ("R", "L")
 
 
 def _with_cuts(rank: str, cuts: tuple[Applied, ...]) -> str:

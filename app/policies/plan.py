@@ -101,6 +101,10 @@ class StepProgram:
               gets rank -inf, and where they order otherwise the rank is their order. So the caller always takes the
               best K of `Scored.rank`, and needs no second way
     carries   `Scored.carry` is given and must be handed to the next step
+    legal     given where score and rank are parent + logp of the model's own logits and the best K are taken (classes R
+              and L): which candidates may be selected, [n, F] bool; None = all of them. Then selection from the logits
+              themselves (`app.ops.selection.select_logits`) gives what `run` and the best K of its ranks give
+    masked    whether the mask says more than `children`; where not, only what the request excludes is left out
     """
 
     children: bool
@@ -109,6 +113,8 @@ class StepProgram:
     precut: str
     run: Callable[[StepInputs], Scored]
     carries: bool = False
+    legal: Callable[[StepInputs], Tensor | None] | None = None
+    masked: bool = True
 
 
 @dataclass(frozen=True, slots=True)

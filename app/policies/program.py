@@ -114,6 +114,17 @@ def program(parts: Parts) -> Callable[[StepInputs], Scored]:
     return run
 
 
+def legality(parts: Parts) -> Callable[[StepInputs], Tensor | None]:
+    """Which candidates may be selected before any logit is looked at; None = all of them."""
+
+    def run(inputs: StepInputs) -> Tensor | None:
+        if not parts.children and inputs.excluded is None and parts.mask is True:
+            return None
+        return _allowed(parts, inputs, Frame(inputs.logits.device, _known(parts, inputs)), inputs.legal)
+
+    return run
+
+
 def _plain(parts: Parts) -> bool:
     return not (parts.prune or parts.caps or parts.floors or parts.select.carries)
 
@@ -148,6 +159,11 @@ def _valid(parts: Parts, inputs: StepInputs, frame: Frame, logit: Tensor) -> Ten
     """Candidates that may be selected: real, with a token, not excluded, allowed by the mask."""
     valid = inputs.legal & (logit > -INF)
     _tell(inputs, "logits", valid)
+    return _allowed(parts, inputs, frame, valid)
+
+
+def _allowed(parts: Parts, inputs: StepInputs, frame: Frame, valid: Tensor) -> Tensor:
+    """Those of the valid ones that are neither excluded nor masked."""
     if inputs.excluded is not None:
         valid = valid & ~inputs.excluded
     _tell(inputs, "exclude", valid)

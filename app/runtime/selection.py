@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from app.core import StepOutput, Survivors
-from app.ops.selection import sanitise, select_top
+from app.ops.selection import child_of, children_bits, one_read, pack, sanitise, select_logits, select_top
 from app.ops.trie import Children, children, contains, dense
 from app.policies.plan import StepInputs, StepProgram, Structure
 from app.runtime.fields import FieldTable
@@ -73,10 +73,20 @@ class Selection:
 
         keep [R] host integers: planned rows of the next step; 0 for a request that has left.
         """
-        logits, bad = sanitise(output.logits)
         parts: list[tuple[_Segment, Survivors]] = []
         bad_scores = torch.zeros((), dtype=torch.int64, device=self._device)
+        bad: Tensor | None = torch.zeros(len(output.logits), dtype=torch.int64, device=self._device)
+        ranked: list[_Segment] = []
         for segment in self._segments(state):
+            if not self._takes_logits(t, segment, output, keep):
+                ranked.append(segment)
+                continue
+            survivors, wrong = self._from_logits(t, segment, output, state, keep)
+            parts.append((segment, survivors))
+            bad = wrong if segment.rows is None or bad is None else bad.index_copy(0, segment.rows, wrong)
+        if ranked:
+            logits, bad = sanitise(output.logits)
+        for segment in ranked:
             inputs, child = self._inputs(t, segment, logits, output, state)
             scored = segment.structure.steps[t - 1].run(inputs)
             best = select_top(
@@ -101,8 +111,51 @@ class Selection:
                 carried = torch.split(scored.carry[at, column], [keep[request] for request in segment.requests])
                 self._carry.update(zip(segment.requests, carried, strict=True))
             bad_scores += scored.bad.sum()
-        broken, bad_logits = self._broken(bad, state, logits.shape[1])
+        broken, bad_logits = self._broken(bad, state, output.logits.shape[1])
         return StepResult(self._together(parts, keep), bad_logits, int(bad_scores), broken)
+
+    def _takes_logits(self, t: int, segment: _Segment, output: StepOutput, keep: Sequence[int]) -> bool:
+        """Whether the survivors of a segment come from one read of the logits."""
+        kept = [keep[request] for request in segment.requests]
+        return segment.structure.steps[t - 1].legal is not None and one_read(output.logits, segment.row_start, kept)
+
+    def _from_logits(
+        self, t: int, segment: _Segment, output: StepOutput, state: BatchState, keep: Sequence[int]
+    ) -> tuple[Survivors, Tensor]:
+        """Survivors of a step whose program follows the logits, and how many of each row's are bad [n]."""
+        program, rows, log_norm = segment.structure.steps[t - 1], segment.rows, output.log_norm
+        given = program.normalize == "full" and log_norm is not None
+        best = select_logits(
+            _take(output.logits, rows),
+            _take(state.score, rows),
+            _take(state.order, rows),
+            segment.row_start,
+            [keep[request] for request in segment.requests],
+            normalize="given" if given else "step" if program.normalize == "full" else program.normalize,
+            mask=self._mask(t, segment, output, state),
+            norm=_take(log_norm, rows) if given and log_norm is not None else None,
+        )
+        at, dead = best.parent.clamp(min=0), best.parent < 0
+        before = _take(state.node, rows)[at].masked_fill_(dead, -1)
+        node = child_of(self._trie.first, self._trie.code, before, best.code, self._trie.widest[t - 1])
+        parent = best.parent if rows is None else rows[at].masked_fill_(dead, -1)
+        return Survivors(parent, best.code, best.order, best.score, node, best.n_valid), best.bad.to(torch.int64)
+
+    def _mask(self, t: int, segment: _Segment, output: StepOutput, state: BatchState) -> Tensor | None:
+        """What may be selected, a bit for each code; None = everything."""
+        program, rows, trie = segment.structure.steps[t - 1], segment.rows, self._trie
+        dead = self._excluded[t - 1]
+        if not program.masked and program.children:  # then nobody needs the children one by one
+            node, request = _take(state.node, rows), _take(state.request, rows)
+            widest, size = trie.widest[t - 1], self._sizes[t - 1]
+            return children_bits(
+                trie.first, trie.code, node, widest, size, dead=dead, request=request, nodes=trie.nodes
+            )
+        if not program.masked and not len(dead):
+            return None
+        inputs, _ = self._inputs(t, segment, output.logits, output, state)
+        legal = None if program.legal is None else program.legal(inputs)
+        return None if legal is None else pack(inputs.code if program.children else None, legal, self._sizes[t - 1])
 
     def look(self, t: int, output: StepOutput, state: BatchState) -> tuple[StepInputs, Tensor]:
         """What `select` would give the program of a batch of one request, and each candidate's trie node [n, F]."""

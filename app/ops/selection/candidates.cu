@@ -1,10 +1,18 @@
 // What surrounds the selection kernels: candidates as a bit for each code, and the survivors' trie nodes.
 //
-// build:
+// Compiled with -DWIDE (1: `first` is int64, 0: int32).
+//
+// build: WIDE=0,1
 
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef long long i64;
+
+#if WIDE
+typedef i64 First;
+#else
+typedef int First;
+#endif
 
 // One row a block. code [n, columns] int64, or null: column f is code f · legal [n, columns] bool · mask [n, stride] bytes
 // out, bit c % 8 of byte c / 8; `stride` is a multiple of 4, and 4 * (stride / 4) bytes of shared memory are given.
@@ -26,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(256) pack(
 // The node that `wanted` leads to from `node`, or -1: code [edges] ascends inside a node, whose edges are
 // first[node]:first[node + 1]; edge e leads to node e + 1. node, wanted, child [m]; -1 = none.
 extern "C" __global__ void __launch_bounds__(256) child(
-    const i64* __restrict__ first, const i64* __restrict__ code, const i64* __restrict__ node,
+    const First* __restrict__ first, const int* __restrict__ code, const i64* __restrict__ node,
     const i64* __restrict__ wanted, i64* __restrict__ child, i64 m) {
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= m) return;
@@ -41,4 +49,32 @@ extern "C" __global__ void __launch_bounds__(256) child(
         if (low < end && code[low] == c) found = low + 1;
     }
     child[i] = found;
+}
+
+// The children of each row's node as bits, but for those whose key request * nodes + child is in `dead`, which ascends:
+// one row a block. node [n], -1 = none · request [n] (not read where dead_count is 0) · mask as in `pack`.
+extern "C" __global__ void __launch_bounds__(256) children(
+    const First* __restrict__ first, const int* __restrict__ code, const i64* __restrict__ node,
+    const i64* __restrict__ request, const i64* __restrict__ dead, u32* __restrict__ mask, i64 stride, i64 nodes,
+    i64 dead_count) {
+    extern __shared__ u32 bits[];
+    const i64 row = blockIdx.x, words = stride / 4, at = node[row];
+    for (i64 w = threadIdx.x; w < words; w += 256) bits[w] = 0;
+    __syncthreads();
+    const i64 begin = at < 0 ? 0 : first[at], end = at < 0 ? 0 : first[at + 1];
+    for (i64 edge = begin + threadIdx.x; edge < end; edge += 256) {
+        bool alive = true;
+        if (dead_count) {
+            i64 key = request[row] * nodes + edge + 1, low = 0, high = dead_count;
+            while (low < high) {
+                i64 middle = (low + high) / 2;
+                if (dead[middle] < key) low = middle + 1;
+                else high = middle;
+            }
+            alive = low == dead_count || dead[low] != key;
+        }
+        if (alive) atomicOr(bits + (code[edge] >> 5), 1u << (code[edge] & 31));
+    }
+    __syncthreads();
+    for (i64 w = threadIdx.x; w < words; w += 256) mask[row * words + w] = bits[w];
 }

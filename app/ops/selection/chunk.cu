@@ -14,11 +14,17 @@
 // 0 nothing, 1 all codes, 2 the codes of the mask) -DMASK (1: a bit a code) -DVEC (1: rows of whole 16-byte vectors)
 // -DSMALL (1: a chunk is 16 bytes, for few rows; 0: UNITS times 512 bytes) -DUNITS -DCLUSTER (blocks a request)
 //
-// build: PART=0 TYPE=0,1 SCORE=2 NORM=0,1,2 MASK=0,1 VEC=0,1 SMALL=0,1 UNITS=1 CLUSTER=1 spill=64
-// build: PART=0 TYPE=2 SCORE=0,2 NORM=0,1 MASK=0,1 VEC=0,1 SMALL=0,1 UNITS=2 CLUSTER=1 spill=64
-// build: PART=1 TYPE=0,1 SCORE=1,2 NORM=0 MASK=0,1 VEC=0,1 SMALL=0,1 UNITS=1 CLUSTER=1,2,3,4,8 spill=64
-// build: PART=1 TYPE=2 SCORE=0,2 NORM=0 MASK=0,1 VEC=0,1 SMALL=0,1 UNITS=2 CLUSTER=1,2,3,4,8 spill=64
-// build: PART=2 TYPE=0,1,2 SCORE=0,1,2 NORM=0 MASK=0,1 VEC=0 SMALL=0,1 UNITS=2 CLUSTER=1 spill=64
+// What `make test-kernels` compiles is a part of the combinations; search is rarely run, and may spill.
+//
+// build: PART=0 TYPE=0 SCORE=2 NORM=1,2 MASK=0,1 VEC=1 SMALL=0 UNITS=1 CLUSTER=1
+// build: PART=0 TYPE=1 SCORE=1 NORM=1 MASK=1 VEC=0 SMALL=1 UNITS=1 CLUSTER=1
+// build: PART=0 TYPE=2 SCORE=0 NORM=0 MASK=0 VEC=1 SMALL=0,1 UNITS=2 CLUSTER=1
+// build: PART=0 TYPE=2 SCORE=2 NORM=1 MASK=1 VEC=0 SMALL=0 UNITS=4 CLUSTER=1
+// build: PART=1 TYPE=0 SCORE=2 NORM=0 MASK=0,1 VEC=1 SMALL=0 UNITS=1 CLUSTER=1,3,8
+// build: PART=1 TYPE=1 SCORE=1 NORM=0 MASK=1 VEC=0 SMALL=1 UNITS=1 CLUSTER=2
+// build: PART=1 TYPE=2 SCORE=0 NORM=0 MASK=0 VEC=1 SMALL=0,1 UNITS=2 CLUSTER=4,8
+// build: PART=2 TYPE=0 SCORE=2 NORM=0 MASK=0,1 VEC=0 SMALL=0 UNITS=1 CLUSTER=1 spill=1024
+// build: PART=2 TYPE=2 SCORE=0 NORM=0 MASK=0 VEC=0 SMALL=1 UNITS=2 CLUSTER=1 spill=1024
 
 typedef unsigned char u8;
 typedef unsigned short u16;

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.ops.selection import child_of, geometry, launch, pack, radix, select_logits, select_top
+from app.ops.selection import child_of, children_bits, geometry, launch, pack, radix, select_logits, select_top
 from app.ops.selection import reference as definition
 
 INF = float("inf")
@@ -240,11 +240,18 @@ def test_bits_of_candidates_and_nodes_of_survivors() -> None:
     assert torch.equal(pack(code, legal, 1000).cpu(), pack(code.cpu(), legal.cpu(), 1000))
     dense = torch.rand(9, 77, device=DEVICE) < 0.5
     assert torch.equal(pack(None, dense, 77).cpu(), pack(None, dense.cpu(), 77))
-    first = torch.tensor([0, 3, 3, 8], device=DEVICE)
-    edges = torch.tensor([1, 5, 9, 0, 2, 5, 6, 7], device=DEVICE)
+    first = torch.tensor([0, 3, 3, 8], dtype=torch.int32, device=DEVICE)
+    edges = torch.tensor([1, 5, 9, 0, 2, 5, 6, 7], dtype=torch.int32, device=DEVICE)
     node = torch.tensor([0, 0, 1, 2, 2, -1, 2, 0], device=DEVICE)
     wanted = torch.tensor([5, 6, 5, 0, 7, 5, -1, 9], device=DEVICE)
     expected = [2, -1, -1, 4, 8, -1, -1, 3]
+    assert child_of(first.long(), edges, node, wanted, 5).tolist() == expected
+    request, dead = torch.arange(8, device=DEVICE) % 2, torch.tensor([2, 7, 9 + 1, 9 + 8], device=DEVICE)
+    for keys in (dead, dead[:0]):
+        mask = children_bits(first, edges, node, 5, 10, dead=keys, request=request, nodes=9)
+        one, two, three = first.cpu(), edges.cpu(), node.cpu()
+        host = children_bits(one, two, three, 5, 10, dead=keys.cpu(), request=request.cpu(), nodes=9)
+        assert torch.equal(mask.cpu(), host)
     assert child_of(first, edges, node, wanted, 5).tolist() == expected
     assert child_of(first.cpu(), edges.cpu(), node.cpu(), wanted.cpu(), 5).tolist() == expected
 
