@@ -41,6 +41,10 @@ def plot(parts: Row) -> str:
             f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>',
             f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{ms:g}</text>',
         ]
+    for seconds in np.linspace(0, span, 7):
+        out.append(
+            f'<text x="{x_of(seconds):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{seconds:.0f}</text>'
+        )
     for mode, (xs, ys) in curves.items():
         points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(xs, ys, strict=True))
         dashes = ' stroke-dasharray="4 3"' if mode == "naive" else ""
@@ -49,7 +53,7 @@ def plot(parts: Row) -> str:
             f'<text x="{LEFT + 10 + 60 * (mode == "naive")}" y="{TOP + 12}" fill="{COLOURS[mode]}">{mode}</text>'
         )
     out.append(
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">seconds; shaded: while versions are '
+        f'<text x="{WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">seconds; shaded: while versions are '
         f"published, ticks: cutovers of the first mode ({span:.0f} s in all); p99 of each second, ms (log)</text></svg>"
     )
     return "\n".join(out) + "\n"
