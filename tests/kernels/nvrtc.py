@@ -66,7 +66,7 @@ def compiled(source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
     assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
-    log = _text(nvrtc, program, "ProgramLog").decode()
+    log = _text(nvrtc, program, "ProgramLog").rstrip(b"\0").decode()
     assert not failed, log
     cubin = b"" if any("compute_" in option for option in options) else _text(nvrtc, program, "CUBIN")
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
