@@ -112,12 +112,9 @@ def _pointer(x: Tensor | None) -> int:
 
 def _rows(x: Tensor) -> Tensor:
     """x [N, H, D] itself where every row is whole and 16-byte aligned, else a copy of it."""
-    whole = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
-    return (
-        x
-        if whole and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-        else x.clone(memory_format=torch.contiguous_format)
-    )
+    row, head, one = x.stride()
+    whole = one == 1 and (head == x.shape[2] or x.shape[1] == 1)
+    return x if whole and row % 8 == 0 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _whole(x: Tensor) -> Tensor:
