@@ -20,7 +20,7 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Precision = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
-FieldName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}$")]
+FieldName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}\Z")]
 Bounded = Annotated[float, Meta(ge=-1e30, le=1e30)]
 
 
@@ -220,18 +220,31 @@ def parse(text: str, file: str = "deployment.toml") -> Deployment:
 
 
 def _named(tree: dict[str, object], place: str, error: str) -> str:
-    """The path of a fault with the name of the entry in it, which msgspec leaves out: `$.lists[...]`."""
-    table, inside, rest = place.removeprefix("$.").partition("[...]")
-    entries = tree.get(table)
-    if not inside or not isinstance(entries, dict):
+    """The path of a fault with the name of the entry in it, which msgspec leaves out: `$.request.user[...].low` of an
+    entry, "key` in `$.lists" of a name itself."""
+    above, inside, rest = place.removeprefix("key` in `").partition("[...]")
+    tables, entries = above.split(".")[1:], tree
+    for table in tables:
+        found = entries.get(table)
+        entries = found if isinstance(found, dict) else {}
+    if not inside and above == place:
         return place
     for name, entry in entries.items():
         try:
-            msgspec.convert({**tree, table: {name: entry}}, Deployment)
+            msgspec.convert(_alone(tree, tables, {name: entry}), Deployment)
         except msgspec.ValidationError as own:
             if str(own) == error:
-                return f"$.{table}.{name}{rest}"
-    return place
+                return f"{above}.{name}{rest}"
+    return above if above != place else place
+
+
+def _alone(tree: dict[str, object], tables: list[str], entries: dict[str, object]) -> dict[str, object]:
+    """The tree with other entries in one of its tables."""
+    if not tables:
+        return entries
+    inner = tree[tables[0]]
+    assert isinstance(inner, dict), "walked before"
+    return {**tree, tables[0]: _alone(inner, tables[1:], entries)}
 
 
 def _move_override(tree: dict[str, object], text: str, file: str) -> dict[str, object]:

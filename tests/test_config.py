@@ -136,6 +136,24 @@ def test_a_declaration_that_contradicts_itself_is_refused_with_its_line(old, new
     assert bad.value.line >= GOOD.count("\n") + line if line else True
 
 
+@pytest.mark.parametrize(
+    ("table", "line", "place"),
+    [
+        ("[request.user]\nage = {}\ndays = {deflt = 1}\n", 3, "$.request.user.days"),
+        ("[request.user.days]\nlow = 0\nhigh = nan\n", 3, "$.request.user.days.high"),
+        ("[request]\nuser = {days = {default = '1'}}\n", 2, "$.request.user.days.default"),
+        ("[request.ctx]\na = []\ncountry = ['BR', 1]\n", 3, "$.request.ctx.country[1]"),
+        ("[lists]\na = {of = 'x'}\nb-c = {of = 'x'}\n", 3, "$.lists.b-c"),
+        ('[lists]\n"b\\n" = {of = "x"}\n', 1, "$.lists.b\n"),
+    ],
+)
+def test_a_fault_inside_an_entry_is_named_with_the_entry_and_its_line(table, line, place):
+    with pytest.raises(BadDeployment) as bad:
+        parse(GOOD + table)
+    assert f"({place})" in bad.value.message
+    assert bad.value.line == GOOD.count("\n") + line
+
+
 def test_load_thresholds_have_defaults_and_must_be_in_order():
     assert parse(GOOD).load == Load(busy=1.0, quiet=0.1, window_s=1.0, hold_s=30.0)
     for text, words in (
