@@ -134,8 +134,9 @@ def _tensors(family: Family) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def code_digest(module: nn.Module) -> str:
-    """Of the source files that a family and its parts are written in, torch's own left out."""
-    classes = {base for part in module.modules() for base in type(part).__mro__}
+    """Of the source files that a family and its parts are written in. Left out: torch's own, and `Family`, whose
+    defaults are declarations, which the digest has by their values."""
+    classes = {base for part in module.modules() for base in type(part).__mro__} - {Family}
     files = {_source(kind) for kind in classes if kind.__module__.partition(".")[0] not in _NO_SOURCE}
     parts = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
