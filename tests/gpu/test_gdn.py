@@ -5,8 +5,9 @@ import torch
 
 from app.config import Limits
 from app.ops import gdn
+from app.ops.gdn import around
+from bench._gdn_kernel import call, check, make_inputs
 from bench.gdn_accuracy import BAR, GEOMETRIES
-from bench.gdn_kernel import call, check, make_inputs
 from tests.engine import hybrid, tiny
 from tests.engine.families.test_qwen import random_paths
 
@@ -52,6 +53,57 @@ def test_a_launch_is_captured_into_a_graph():
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_convolution_kernel_is_torchs_operators(size, dtype):
+    generator = torch.Generator("cuda").manual_seed(size)
+    rows, d, requests, steps = 37, 264, 3, 6
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    product = normal(rows, d + 24)
+    x, weight, tail, slots = product[:, :d], normal(d, size), normal(requests, size - 1, d), normal(steps, rows + 5, d)
+    request = torch.arange(rows, device="cuda").mul(requests).div(rows, rounding_mode="floor").int()
+    for columns in range(1, steps):
+        tree = torch.randint(0, rows, (rows, columns), generator=generator, device="cuda", dtype=torch.int32)
+        tree[5], tree[6] = 2**30, -7  # tombstones
+        for compact in (False, True):
+            how = {"first": 1, "compact": compact}
+            assert around.convolution_fits(x, weight, tail, slots)
+            fused = gdn.window_convolution(x, weight, tail, slots, request=request, ancestry=tree, **how)
+            host = (y.cpu().float() for y in (x, weight, tail, slots))
+            exact = gdn.window_convolution(*host, request=request.cpu(), ancestry=tree.cpu(), **how)
+            assert_an_ulp(fused, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernels_of_gates_and_norm_are_torchs_operators(dtype):
+    generator = torch.Generator("cuda").manual_seed(7)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    ba, a_log, dt_bias = 9 * normal(33, 8), normal(4), normal(4)
+    assert around.fits(ba.contiguous(), a_log, dt_bias)
+    for fused, exact in zip(
+        gdn.decay_and_beta(ba, a_log, dt_bias), gdn.decay_and_beta(ba.cpu(), a_log.cpu(), dt_bias.cpu()), strict=True
+    ):
+        torch.testing.assert_close(fused.cpu(), exact, rtol=2e-6, atol=1e-7)
+    for width in (4, 128, 260):
+        o, weight = normal(21, 4, width).float(), normal(width)
+        z = normal(21, 8 + 4 * width)[:, 8:].view(21, 4, width)
+        assert around.norm_fits(o, z, weight)
+        exact = gdn.gated_norm(o.cpu(), z.cpu().float(), weight.cpu().float(), 1e-6)
+        assert_an_ulp(gdn.gated_norm(o, z, weight, 1e-6), exact)
+
+
+def assert_an_ulp(found, exact):
+    """16-bit rounding of what float32 arithmetic gives, up to its own last digits."""
+    error = (found.cpu().float() - exact).abs()
+    assert (error <= torch.finfo(found.dtype).eps * exact.abs() + 1e-5).all()
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

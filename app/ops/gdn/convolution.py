@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from app.ops.gdn import around
 from app.ops.graph import as_node
 
 
@@ -60,8 +61,12 @@ def window_convolution(
     request   [N] int
     ancestry  [N, t - 1] int; of its columns first..t-2 the newest J - 1 are read; entries of tombstones may be anything
     compact   the ancestry is the identity: slots 0..N-1 are read in place
-    Returns y [N, D].
+    Returns y [N, D]. On NVIDIA GPUs 16-bit operands take one kernel.
     """
+    if around.convolution_fits(x, weight, tail, slots):
+        return around.window_convolution(
+            x, weight, tail, slots, request=request, ancestry=ancestry, first=first, compact=compact
+        )
     n, size, columns = x.shape[0], weight.shape[1], ancestry.shape[1]
     own = range(max(first, columns - size + 1), columns)
     kernel = weight.float()

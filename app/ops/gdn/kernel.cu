@@ -1,13 +1,14 @@
 // Projection replay of OneLA 3.4 in one kernel: shared-context projection on tensor cores, replay of the ancestors'
 // records, the update, the output and the new record. No state of a beam exists anywhere.
 //
-// build: K=128 V=128,512 VT=128 BF16=0,1 OUT32=0,1 WGMMA=0 spill=8
-// build: K=256 V=128,512 VT=64 BF16=0,1 OUT32=0,1 WGMMA=0
-// build: K=128 V=128,512 VT=128 BF16=0,1 OUT32=0,1 WGMMA=1 arch=sm_90a spill=8
-// build: K=256 V=128,512 VT=64 BF16=0,1 OUT32=0,1 WGMMA=1 arch=sm_90a
+// build: K=128 V=128,512 VT=128 BF16=0,1 OUT32=0,1 WGMMA=0 STAGED=0,1 spill=24
+// build: K=256 V=128,512 VT=64 BF16=0,1 OUT32=0,1 WGMMA=0 STAGED=0
+// build: K=128 V=128,512 VT=128 BF16=0,1 OUT32=0,1 WGMMA=1 STAGED=1 arch=sm_90a spill=24
+// build: K=256 V=128,512 VT=64 BF16=0,1 OUT32=0,1 WGMMA=1 STAGED=0 arch=sm_90a
 //
 // Compiled with -DK -DV -DVT -DBF16 (0: float16 inputs) -DOUT32 (1: float32 output) -DWGMMA (1: sm_90a, whose warpgroups
-// read S_ctx from shared memory once for four warps; 0: mma.sync of sm_80 and later, once for each).
+// read S_ctx from shared memory once for four warps; 0: mma.sync of sm_80 and later, once for each) -DSTAGED (1, with K 128
+// and 112 KiB of shared memory: q, k and v of a warp's next beams are on their way while it has the ones before).
 //
 // One block: one request, one value head, VT columns of its state, and a share of its beams. One warp: 8 beams at a time.
 // In m16n8k16 the queries of the beams are rows 0-7 of A and their keys rows 8-15, so one thread holds u_q and u_k of the
@@ -26,7 +27,7 @@ typedef unsigned long long u64;
 
 #define THREADS (K == 128 ? 256 : 128)  // with K 256, q and k alone are 64 registers
 #define BLOCKS (K == 128 ? 2 : 3)
-#define AHEAD (K == 128)
+#define AHEAD (K == 128)   // the next key is on its way while one is multiplied
 #define GROUPS (THREADS / 128)  // warpgroups, of 32 beams each
 #define KS (K / 16)
 #define KP (K / 32)
@@ -34,7 +35,7 @@ typedef unsigned long long u64;
 #define VH (K == 128 ? 64 : 32)  // columns whose accumulators are in registers at a time
 #define NT (VH / 8)
 #define HJ (VH / 32)
-#define DEPTH 8  // ancestors that fit the coefficients' place in shared memory
+#define STEPS 4  // pieces of S_ctx that a thread loads before it converts them; two ancestors a thread of a quad: 8 in all
 
 __device__ __forceinline__ void unpack_half(u32 x, float& a, float& b) {
     asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(a), "=f"(b) : "r"(x));
@@ -135,50 +136,101 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// Keeps the compiler from unpacking before a loop what fits the registers only packed.
+__device__ __forceinline__ void packed_here(uint4 (&x)[KP]) {
+#pragma unroll
+    for (int p = 0; p < KP; p++) asm volatile("" : "+r"(x[p].x), "+r"(x[p].y), "+r"(x[p].z), "+r"(x[p].w));
+}
+
 __device__ __forceinline__ u32 word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
 // Beyond float16's range a delta is held at its largest value; NaN stays NaN.
 __device__ __forceinline__ float held(float x) { return fabsf(x) > 65504.f ? copysignf(65504.f, x) : x; }
 
-// A row's ancestor of step t: its key, and its slot. Whatever a tombstone holds stays inside of the slots.
-__device__ __forceinline__ int load_key(
-    uint4 (&x)[KP], const unsigned short* key, const int* ancestry, int row, int columns, int t, int compact, i64 slots,
-    int hk, int hq) {
-    int slot = compact ? row : ancestry[(i64)row * columns + t];
-    slot = slot < 0 ? 0 : slot >= slots ? (int)slots - 1 : slot;
-    const unsigned short* past = key + ((t * slots + slot) * hk + hq) * K + 8 * (threadIdx.x & 3);
+// A row's ancestor in one column. Whatever a tombstone holds stays inside of the slots.
+__device__ __forceinline__ int ancestor(const int* ancestry, int row, int columns, int t, int compact, i64 slots) {
+    if (t >= columns) return 0;
+    const int slot = compact ? row : ancestry[(i64)row * columns + t];
+    return slot < 0 ? 0 : slot >= slots ? (int)slots - 1 : slot;
+}
+
+__device__ __forceinline__ void load_key(uint4 (&x)[KP], const unsigned short* past) {
 #pragma unroll
     for (int p = 0; p < KP; p++) x[p] = load_ancestor(past + 32 * p);
-    return slot;
+}
+
+// 16 bytes into shared memory behind the thread's back; only the thread that asked for them reads them.
+__device__ __forceinline__ void stage(uint4* to, const unsigned short* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void staged_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// At v nothing else is under way.
+__device__ __forceinline__ void staged_wait_all() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// A thread's share of its beam's q and k, and of v, if there is such a beam.
+__device__ __forceinline__ void stage_qk(uint4* to, const unsigned short* q, int hk, bool there) {
+    if (there)
+#pragma unroll
+        for (int p = 0; p < KP; p++) {
+            stage(to + p * THREADS, q + 32 * p);
+            stage(to + (KP + p) * THREADS, q + hk * K + 32 * p);
+        }
+    staged_group();
+}
+
+__device__ __forceinline__ void stage_v(uint4* to, const unsigned short* v, bool there) {
+    if (there)
+#pragma unroll
+        for (int J = 0; J < VJ; J++) stage(to + (2 * KP + J) * THREADS, v + 32 * J);
+    staged_group();
+}
+
+// At q and k only v, the newest group, may still be under way.
+__device__ __forceinline__ void staged_wait() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+
+// Where 4 rows by 4 columns of S_ctx begin: a warp takes 4 rows of k by 32 columns at a time, its threads by v4 and c.
+__device__ __forceinline__ void piece(int i, int& k, int& v) {
+    const int c = i & 3, v4 = (i >> 2) & 7, rest = i >> 5, s = rest / VJ;
+    k = 32 * (s >> 1) + 8 * c + 4 * (s & 1), v = 32 * (rest % VJ) + 4 * v4;
+}
+
+__device__ __forceinline__ void store_state(uint4* packed, const uint4 (&x)[4], int i) {
+    const int c = i & 3, v4 = (i >> 2) & 7, rest = i >> 5, J = rest % VJ, s = rest / VJ;
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+        const int in8 = (4 * v4 + m) & 7, n = 2 * (v4 >> 1) + (in8 & 1), j = 4 * J + (in8 >> 1);
+        float f[4], h0, h1, h2, h3;
+#pragma unroll
+        for (int e = 0; e < 4; e++) f[e] = __uint_as_float(word(x[e], m));
+        uint4 b;
+        b.x = pack(f[0], f[1]), b.y = pack(f[2], f[3]);
+        unpack(b.x, h0, h1), unpack(b.y, h2, h3);
+        b.z = pack(f[0] - h0, f[1] - h1), b.w = pack(f[2] - h2, f[3] - h3);
+#if WGMMA
+        place(packed, 0, s, 0, j, n, c) = b.x, place(packed, 0, s, 1, j, n, c) = b.y;
+        place(packed, 1, s, 0, j, n, c) = b.z, place(packed, 1, s, 1, j, n, c) = b.w;
+#else
+        packed[(j * KS + s) * 32 + n * 4 + c] = b;
+#endif
+    }
 }
 
 // This block's columns of S_ctx, float32 [K, V] in memory, as hi and lo fragments in shared memory.
 __device__ __forceinline__ void load_state(const float* state, uint4* packed) {
-    for (int i = threadIdx.x; i < K / 4 * (VT / 4); i += THREADS) {
-        int c = i & 3, v4 = (i >> 2) & 7, rest = i >> 5;  // a warp: 4 rows of k by 32 columns
-        int J = rest % VJ, s = rest / VJ;
-        int k = 32 * (s >> 1) + 8 * c + 4 * (s & 1), v = 32 * J + 4 * v4;
-        float x[4][4];
+#pragma unroll 1
+    for (int start = threadIdx.x; start < K / 4 * (VT / 4); start += STEPS * THREADS) {
+        uint4 x[STEPS][4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            float4 row = *(const float4*)(state + (i64)(k + e) * V + v);
-            x[e][0] = row.x, x[e][1] = row.y, x[e][2] = row.z, x[e][3] = row.w;
+        for (int i = 0; i < STEPS; i++) {
+            int k, v;
+            piece(start + i * THREADS, k, v);
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[i][e] = load_ancestor(state + (i64)(k + e) * V + v);
         }
 #pragma unroll
-        for (int m = 0; m < 4; m++) {
-            int in8 = (4 * v4 + m) & 7, n = 2 * (v4 >> 1) + (in8 & 1), j = 4 * J + (in8 >> 1);
-            uint4 b;
-            float h0, h1, h2, h3;
-            b.x = pack(x[0][m], x[1][m]), b.y = pack(x[2][m], x[3][m]);
-            unpack(b.x, h0, h1), unpack(b.y, h2, h3);
-            b.z = pack(x[0][m] - h0, x[1][m] - h1), b.w = pack(x[2][m] - h2, x[3][m] - h3);
-#if WGMMA
-            place(packed, 0, s, 0, j, n, c) = b.x, place(packed, 0, s, 1, j, n, c) = b.y;
-            place(packed, 1, s, 0, j, n, c) = b.z, place(packed, 1, s, 1, j, n, c) = b.w;
-#else
-            packed[(j * KS + s) * 32 + n * 4 + c] = b;
-#endif
-        }
+        for (int i = 0; i < STEPS; i++) store_state(packed, x[i], start + i * THREADS);
     }
 }
 
@@ -194,30 +246,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) replay(
     const float* __restrict__ beta, const float* __restrict__ s_ctx, float* alpha, unsigned short* delta,
     unsigned short* key, const int* __restrict__ row_start, const int* __restrict__ ancestry, int columns, int first,
     int compact, i64 slots, int into, int hk, int hv, int splits, void* __restrict__ out) {
-    extern __shared__ uint4 packed[];  // the state's fragments, then DEPTH coefficients of each warp's 8 beams
-    int split = blockIdx.x % splits, rest = blockIdx.x / splits;
-    int tile_v = rest % (V / VT), h = rest / (V / VT) % hv, r = rest / (V / VT) / hv;
-    int begin = row_start[r], end = row_start[r + 1];
+    extern __shared__ uint4 packed[];  // the state's fragments, then each thread's staged q, k and v
+    const int split = blockIdx.x % splits, rest = blockIdx.x / splits;
+    const int tile_v = rest % (V / VT), h = rest / (V / VT) % hv, r = rest / (V / VT) / hv;
+    const int begin = row_start[r], end = row_start[r + 1];
     if (begin + split * GROUPS * 32 >= end) return;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c = lane & 3, quad = lane & ~3;
+    const int hq = h / (hv / hk), stride = splits * GROUPS * 32;
+    const int beam = warp % 4 * 8 + (lane >> 2);
+    int tile = begin + (split * GROUPS + warp / 4) * 32, row = min(tile + beam, end - 1);
+    const int at_q = hq * K + 8 * c, at_v = 2 * hk * K + h * V + tile_v * VT + 8 * c;
+#if STAGED
+    uint4* mine = packed + VT / 8 * KS * 32 + threadIdx.x;
+    stage_qk(mine, window + (i64)row * channels + at_q, hk, true);
+    stage_v(mine, window + (i64)row * channels + at_v, true);
+#endif
+    int slot0 = ancestor(ancestry, row, columns, first + c, compact, slots);
+    int slot1 = ancestor(ancestry, row, columns, first + c + 4, compact, slots);
     load_state(s_ctx + ((i64)r * hv + h) * K * V + tile_v * VT, packed);
 #if WGMMA
     fence_async();
 #endif
     __syncthreads();
 
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c = lane & 3, g = lane >> 2;
-    const int hq = h / (hv / hk);
-    float4* weights = (float4*)(packed + VT / 8 * KS * 32) + (warp * 8 + g) * DEPTH;
-    for (int tile = begin + (split * GROUPS + warp / 4) * 32; tile < end; tile += splits * GROUPS * 32) {
-        const bool live = tile + warp % 4 * 8 + g < end;
-        const int row = live ? tile + warp % 4 * 8 + g : end - 1;
+    while (tile < end) {
+        const bool live = tile + beam < end;
+        const int next_row = min(tile + stride + beam, end - 1);
+#if !STAGED
         const unsigned short* own = window + (i64)row * channels;
+#endif
+        const float log_decay = log_alpha[(i64)row * hv + h];
+        const i64 written = (i64)into * slots + row;
         uint4 q[KP], k[KP];
         float qq = 0.f, kk = 0.f, qk = 0.f;
+#if STAGED
+        staged_wait();
+#endif
 #pragma unroll
         for (int p = 0; p < KP; p++) {
-            q[p] = load_once(own + hq * K + 32 * p + 8 * c);
-            k[p] = load_once(own + (hk + hq) * K + 32 * p + 8 * c);
+#if STAGED
+            q[p] = mine[p * THREADS], k[p] = mine[(KP + p) * THREADS];
+#else
+            q[p] = load_once(own + at_q + 32 * p), k[p] = load_once(own + at_q + hk * K + 32 * p);
+#endif
         }
 #pragma unroll
         for (int p = 0; p < KP; p++)
@@ -230,41 +301,77 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) replay(
         const float rq = rsqrtf(quad_sum(qq) + 1e-6f) * rsqrtf((float)K), rk = rsqrtf(quad_sum(kk) + 1e-6f);
         qk = quad_sum(qk) * rq * rk;
 
-        // How much of each ancestor's delta belongs to u_q and to u_k: decay, k_j . q, k_j . k. The next key is on its way
-        // while one is multiplied (AHEAD), where registers allow it.
-        uint4 x[KP], next[KP];
-        int slot = 0;
-        if (AHEAD && first < columns) slot = load_key(x, key, ancestry, row, columns, first, compact, slots, hk, hq);
+        // How much of each ancestor's delta belongs to u_q and to u_k: k_j . q and k_j . k times the decay of all that came
+        // later. Thread c of a quad keeps ancestors c and c + 4.
+        const int count = columns - first;
+        const float a0 = c < count ? alpha[((i64)(first + c) * slots + slot0) * hv + h] : 1.f;
+        const float a1 = c + 4 < count ? alpha[((i64)(first + c + 4) * slots + slot1) * hv + h] : 1.f;
+        float q0 = 0.f, q1 = 0.f, k0 = 0.f, k1 = 0.f, kept = 1.f;
+        uint4 x[KP];
+        const unsigned short* past = key + ((i64)first * slots + __shfl_sync(0xffffffffu, slot0, quad)) * hk * K + at_q;
+        if (AHEAD && count) load_key(x, past);
 #pragma unroll 1
-        for (int t = first; t < columns; t++) {
-            if (!AHEAD) slot = load_key(x, key, ancestry, row, columns, t, compact, slots, hk, hq);
-            const int found = slot;
-            if (AHEAD && t + 1 < columns)
-                slot = load_key(next, key, ancestry, row, columns, t + 1, compact, slots, hk, hq);
+        for (int j = 0; j < count; j++) {
+            const int from = __shfl_sync(0xffffffffu, j + 1 < 4 ? slot0 : slot1, quad + ((j + 1) & 3));
+            if (!AHEAD) load_key(x, past);
+            past = key + ((i64)(first + j + 1) * slots + from) * hk * K + at_q;
             float cq = 0.f, ck = 0.f;
+            packed_here(q), packed_here(k);
 #pragma unroll
-            for (int p = 0; p < KP; p++)
+            for (int p = 0; p < KP; p++) {
 #pragma unroll
                 for (int w = 0; w < 4; w++) {
-                    float x0, x1, q0, q1, k0, k1;
+                    float x0, x1, y0, y1, z0, z1;
                     unpack_half(word(x[p], w), x0, x1);
-                    unpack(word(q[p], w), q0, q1), unpack(word(k[p], w), k0, k1);
-                    cq += x0 * q0 + x1 * q1, ck += x0 * k0 + x1 * k1;
+                    unpack(word(q[p], w), y0, y1), unpack(word(k[p], w), z0, z1);
+                    cq += x0 * y0 + x1 * y1, ck += x0 * z0 + x1 * z1;
                 }
-            if (AHEAD)
-#pragma unroll
-                for (int p = 0; p < KP; p++) x[p] = next[p];
+                if (AHEAD && j + 1 < count) x[p] = load_ancestor(past + 32 * p);
+            }
             cq = quad_sum(cq) * rq, ck = quad_sum(ck) * rk;
-            if (c == 0) weights[t - first] = make_float4(alpha[(t * slots + found) * hv + h], cq, ck, __int_as_float(found));
+            if (c == j) q0 = cq, k0 = ck;
+            if (c + 4 == j) q1 = cq, k1 = ck;
         }
-        __syncwarp();
+#pragma unroll 1
+        for (int j = count - 1; j >= 0; j--) {
+            if (c == j) q0 *= kept, k0 *= kept;
+            if (c + 4 == j) q1 *= kept, k1 *= kept;
+            kept *= __shfl_sync(0xffffffffu, j < 4 ? a0 : a1, quad + (j & 3));
+        }
 
-        const float decay = expf(log_alpha[(i64)row * hv + h]), gate = beta[(i64)row * hv + h];
-        const i64 mine = (i64)into * slots + row;
+        if (live && into >= 0 && tile_v == 0) {
+            if (c == 0) alpha[written * hv + h] = expf(log_decay);
+            if (h % (hv / hk) == 0) {  // one value head of a group writes the key
+#pragma unroll
+                for (int p = 0; p < KP; p++) {
+                    u32 y[4];
+#pragma unroll
+                    for (int w = 0; w < 4; w++) {
+                        float y0, y1;
+                        unpack(word(k[p], w), y0, y1);
+                        y[w] = pack_half(y0 * rk, y1 * rk);
+                    }
+                    *(uint4*)(key + written * hk * K + at_q + 32 * p) = make_uint4(y[0], y[1], y[2], y[3]);
+                }
+            }
+        }
+
+        const float gate = beta[(i64)row * hv + h];
+        const float decay = expf(log_decay), uq = rq * kept, uk = rk * kept;
 #pragma unroll 1
         for (int half = 0; half < VT / VH; half++) {
             __syncwarp();
             const int column = h * V + tile_v * VT + half * VH + 8 * c;
+#if STAGED
+#pragma unroll
+            for (int p = 0; p < KP; p++) q[p] = mine[p * THREADS], k[p] = mine[(KP + p) * THREADS];
+#endif
+            uint4 d[HJ];
+            const unsigned short* wrote =
+                delta + ((i64)first * slots + __shfl_sync(0xffffffffu, slot0, quad)) * hv * V + column;
+            if (count)
+#pragma unroll
+                for (int J = 0; J < HJ; J++) d[J] = load_ancestor(wrote + 32 * J);
             float u[NT][4];
 #pragma unroll
             for (int j = 0; j < NT; j++) u[j][0] = u[j][1] = u[j][2] = u[j][3] = 0.f;
@@ -291,35 +398,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) replay(
 #if WGMMA
             wgmma_end();
 #endif
+#if STAGED
+            if (half == VT / VH - 1) stage_qk(mine, window + (i64)next_row * channels + at_q, hk, tile + stride < end);
+#endif
 #pragma unroll
-            for (int j = 0; j < NT; j++) u[j][0] *= rq, u[j][1] *= rq, u[j][2] *= rk, u[j][3] *= rk;
+            for (int j = 0; j < NT; j++) u[j][0] *= uq, u[j][1] *= uq, u[j][2] *= uk, u[j][3] *= uk;
 
-#pragma unroll 2
-            for (int t = first; t < columns; t++) {
-                const float4 by = weights[t - first];
-                const i64 record = t * slots + __float_as_int(by.w);
-                const unsigned short* wrote = delta + record * hv * V + column;
-                uint4 d[HJ];
+#pragma unroll 1
+            for (int j = 0; j < count; j++) {
+                const float cq = __shfl_sync(0xffffffffu, j < 4 ? q0 : q1, quad + (j & 3));
+                const float ck = __shfl_sync(0xffffffffu, j < 4 ? k0 : k1, quad + (j & 3));
+                const int from = __shfl_sync(0xffffffffu, j + 1 < 4 ? slot0 : slot1, quad + ((j + 1) & 3));
+                wrote = delta + ((i64)(first + j + 1) * slots + from) * hv * V + column;
 #pragma unroll
-                for (int J = 0; J < HJ; J++) d[J] = load_ancestor(wrote + 32 * J);
-#pragma unroll
-                for (int J = 0; J < HJ; J++)
+                for (int J = 0; J < HJ; J++) {
 #pragma unroll
                     for (int w = 0; w < 4; w++) {
                         float d0, d1;
                         unpack_half(word(d[J], w), d0, d1);
-                        float(&x)[4] = u[4 * J + w];
-                        x[0] = by.x * x[0] + d0 * by.y, x[1] = by.x * x[1] + d1 * by.y;
-                        x[2] = by.x * x[2] + d0 * by.z, x[3] = by.x * x[3] + d1 * by.z;
+                        float(&y)[4] = u[4 * J + w];
+                        y[0] += d0 * cq, y[1] += d1 * cq, y[2] += d0 * ck, y[3] += d1 * ck;
                     }
+                    if (j + 1 < count) d[J] = load_ancestor(wrote + 32 * J);
+                }
             }
 
-            const unsigned short* value = own + 2 * hk * K + column;
+#if STAGED
+            if (half == 0) staged_wait_all();
+#endif
             const i64 at = (i64)row * hv * V + column;
-            unsigned short* write = delta + mine * hv * V + column;
+            unsigned short* write = delta + written * hv * V + column;
 #pragma unroll
             for (int J = 0; J < HJ; J++) {
-                const uint4 v = load_once(value + 32 * J);
+#if STAGED
+                const uint4 v = mine[(2 * KP + half * HJ + J) * THREADS];
+#else
+                const uint4 v = load_once(own + at_v + half * VH + 32 * J);
+#endif
                 u32 dd[4];
                 float o[8];
 #pragma unroll
@@ -343,22 +458,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) replay(
                 }
             }
         }
-        if (live && into >= 0 && tile_v == 0) {
-            if (c == 0) alpha[mine * hv + h] = decay;
-            if (h % (hv / hk) == 0) {  // one value head of a group writes the key
-#pragma unroll
-                for (int p = 0; p < KP; p++) {
-                    u32 y[4];
-#pragma unroll
-                    for (int w = 0; w < 4; w++) {
-                        float k0, k1;
-                        unpack(word(k[p], w), k0, k1);
-                        y[w] = pack_half(k0 * rk, k1 * rk);
-                    }
-                    *(uint4*)(key + (mine * hk + hq) * K + 32 * p + 8 * c) = make_uint4(y[0], y[1], y[2], y[3]);
-                }
-            }
-        }
-        __syncwarp();  // the next tile writes the coefficients anew
+#if STAGED
+        stage_v(mine, window + (i64)next_row * channels + at_v, tile + stride < end);
+#endif
+        slot0 = ancestor(ancestry, next_row, columns, first + c, compact, slots);
+        slot1 = ancestor(ancestry, next_row, columns, first + c + 4, compact, slots);
+        tile += stride, row = next_row;
     }
 }

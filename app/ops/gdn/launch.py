@@ -19,6 +19,8 @@ from app.ops.gdn.replay import Records
 
 DEPTH = 8
 """Ancestors that the kernel replays at most."""
+RESERVED = 1024
+"""Bytes of shared memory that the system keeps of every block."""
 _INPUTS = (torch.bfloat16, torch.float16)
 
 
@@ -111,8 +113,10 @@ def _compiled(device: torch.device, k: int, v: int, *, bf16: bool, out32: bool, 
     """Once for each device and shape."""
     columns, warps, resident = (128, 8, 2) if k == 128 else (64, 4, 3)
     flags = {"K": k, "V": v, "VT": columns, "BF16": int(bf16), "OUT32": int(out32), "WGMMA": int(wgmma)}
-    memory = k * columns * 4 + warps * 8 * DEPTH * 16
-    source = Path(__file__).with_name("kernel.cu")
-    kernel = cuda.load(source, "replay", device, memory=memory, arch="sm_90a" if wgmma else "", **flags)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return _Shape(kernel, columns, warps * 8, resident, processors)
+    about = torch.cuda.get_device_properties(device)
+    state, ahead = k * columns * 4, warps * 32 * (2 * k + columns) // 2
+    staged = k == 128 and about.shared_memory_per_multiprocessor >= resident * (state + ahead + RESERVED)
+    source, memory = Path(__file__).with_name("kernel.cu"), state + ahead * staged
+    arch = "sm_90a" if wgmma else ""
+    kernel = cuda.load(source, "replay", device, memory=memory, arch=arch, **flags, STAGED=int(staged))
+    return _Shape(kernel, columns, warps * 8, resident, about.multi_processor_count)

@@ -119,6 +119,7 @@ def shared_projection(x: Tensor, s_ctx: Tensor, row_start: Tensor) -> Tensor:
             found = asked @ state  # [count, HK, G, rows * P, V]
             out[own] = found.permute(0, 3, 1, 2, 4).reshape(count * rows, parts, hk, group, width)
         first += count
+    out[starts[-1] :] = 0  # pad rows
     return out
 
 

@@ -1,20 +1,12 @@
-"""The fused replay kernel on a GPU: right first, then timed (OneLA 4.3, 4.4; figures 7 and 8 for our own paths).
+"""Inputs of the Gated DeltaNet operator on a GPU, the fused kernel's call, its errors, and what it must move.
 
-    python -m bench.gdn_kernel --out bench/results/gdn_kernel.json
-
-Right: against a float32 state for every beam, from the kernel's own 16-bit inputs, for the nine geometries, ragged
-widths, both transitions, both input types and outputs. Timed: a captured graph of T calls over several input sets that
-together exceed the L2 cache; one replay's time over the number of sets, the median of several replays. Every call
-writes its records. Trees: uniform parents, sorted by parent.
+Errors are against a float32 state for every beam, from the kernel's own 16-bit inputs: the nine geometries, ragged
+widths, both transitions, both input types and outputs. Trees: uniform parents, sorted by parent where `ordered`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -145,66 +137,3 @@ def floor(g: Geometry, rows: int, requests: int, calls: int) -> float:
     record = 2 * (g.hk * g.k + g.hv * g.v) + 4 * g.hv
     total = calls * (rows * (row + record) + 4 * requests * g.hv * g.k * g.v) + calls * (calls - 1) / 2 * rows * record
     return 1e3 * total / BANDWIDTH
-
-
-def time_graph(
-    g: Geometry, requests: int, width: int, calls: int, *, ordered: bool = True, portable: bool = False, sets: int = 4
-) -> dict[str, Any]:
-    """Milliseconds of all calls of a batch, bf16 in and out."""
-    every = [
-        make_inputs(g, [width] * requests, calls, seed=n, dtype=torch.bfloat16, ordered=ordered) for n in range(sets)
-    ]
-
-    def run() -> None:
-        for x in every:
-            for t in range(calls):
-                call(x, t, torch.bfloat16, portable=portable)
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / sets)
-    return {
-        "R": requests, "W": width, **g._asdict(), "T": calls, "sorted": ordered, "portable": portable,
-        "ms": statistics.median(times[2:]), "floor_ms": floor(g, requests * width, requests, calls),
-    }  # fmt: skip
-
-
-def main() -> None:
-    """Check, then time, then write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    errors = check_all()
-    table = []
-    for (requests, width), calls in product(((4, 256), (4, 512), (8, 512), (16, 128), (16, 512)), (2, 6)):
-        table.append(time_graph(GEOMETRIES[0], requests, width, calls))
-        print(json.dumps(table[-1]), flush=True)
-    for g in (GEOMETRIES[1], GEOMETRIES[7]):
-        table.append(time_graph(g, 4, 256, 2))
-        print(json.dumps(table[-1]), flush=True)
-    table.append(time_graph(GEOMETRIES[0], 4, 512, 6, ordered=False))
-    print(json.dumps(table[-1]), flush=True)
-    for requests, calls in product((4, 16), (2, 6)):
-        table.append(time_graph(GEOMETRIES[0], requests, 512, calls, portable=True))
-        print(json.dumps(table[-1]), flush=True)
-    if args.out:
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**about, "errors": errors, "times": table}, indent=1))
-    if max(line["error"] for line in errors if "slow" in line["how"] or "init" in line["how"]) > BAR:
-        raise SystemExit(f"an error is above {BAR}")
-
-
-if __name__ == "__main__":
-    main()
