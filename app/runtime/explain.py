@@ -71,7 +71,10 @@ def watch(job: Job, lane: Transition) -> tuple[list[Watched], BatchState]:
         if output is None:
             output = engine.step(t, state.rows(full=selection.needs_full(t)), state.arena)
         inputs, _ = selection.look(t, output, state)
-        survivors = selection.select(t, output, state, [job.planned[t]]).survivors
+        found = selection.select(t, output, state, [job.planned[t]])
+        for error in found.failed.values():
+            raise error
+        survivors = found.survivors
         seen.append(_look(job, t, inputs, state, survivors))
         state.advance(t, survivors, (0, job.planned[t]))
         output = None

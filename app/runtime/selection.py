@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from app.core import StepOutput, Survivors
+from app.errors import Fault, WidebeamError
 from app.ops.selection import child_of, children_bits, one_read, pack, sanitise, select_logits, select_top
 from app.ops.trie import Children, children, contains, dense
 from app.policies.plan import StepInputs, StepProgram, Structure
@@ -25,12 +26,14 @@ BAD_SHARE = 0.01
 
 
 class StepResult(NamedTuple):
-    """survivors · bad_logits, bad_scores: totals of the step · broken: requests over BAD_SHARE."""
+    """survivors · bad_logits, bad_scores: totals of the step · broken: requests over BAD_SHARE · failed: requests whose
+    policy's program raised, and what; they have no survivors."""
 
     survivors: Survivors
     bad_logits: int
     bad_scores: int
     broken: tuple[int, ...]
+    failed: Mapping[int, WidebeamError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Selection:
         self._fields = FieldTable([job.fields for job in jobs], device)
         self._seed = torch.tensor([seed_of(job.request) for job in jobs], dtype=torch.int64, device=device)
         self._carry: dict[int, Tensor] = {}  # of a request's rows, where its policy hands a number on
+        self._failed: dict[int, WidebeamError] = {}
 
     def needs_full(self, t: int) -> bool:
         """Whether some policy of the batch normalises step t over everything the model can emit."""
@@ -86,33 +90,18 @@ class Selection:
             bad = wrong if segment.rows is None or bad is None else bad.index_copy(0, segment.rows, wrong)
         if ranked:
             logits, bad = sanitise(output.logits)
+        before = dict(self._failed)
         for segment in ranked:
-            inputs, child = self._inputs(t, segment, logits, output, state)
-            scored = segment.structure.steps[t - 1].run(inputs)
-            best = select_top(
-                scored.rank,
-                inputs.code,
-                _take(state.order, segment.rows),
-                self._sizes[t - 1],
-                segment.row_start,
-                [keep[request] for request in segment.requests],
-            )
-            at, column, dead = best.parent.clamp(min=0), best.column.clamp(min=0), best.parent < 0
-            survivors = Survivors(
-                parent=(at if segment.rows is None else segment.rows[at]).masked_fill_(dead, -1),
-                code=inputs.code[at, column].masked_fill_(dead, -1),
-                order=best.order,
-                score=scored.score[at, column].masked_fill_(dead, -torch.inf),
-                node=child[at, column].masked_fill_(dead, -1),
-                n_valid=best.n_valid,
-            )
+            try:
+                survivors, wrong = self._from_ranks(t, segment, logits, output, state, keep)
+            except Exception as error:  # noqa: BLE001  an operator of another package, say: whose policy it is, fails
+                self._failed |= dict.fromkeys(segment.requests, Fault.of(error))
+                continue
             parts.append((segment, survivors))
-            if scored.carry is not None:
-                carried = torch.split(scored.carry[at, column], [keep[request] for request in segment.requests])
-                self._carry.update(zip(segment.requests, carried, strict=True))
-            bad_scores += scored.bad.sum()
+            bad_scores += wrong
+        failed = {request: error for request, error in self._failed.items() if request not in before}
         broken, bad_logits = self._broken(bad, state, output.logits.shape[1])
-        return StepResult(self._together(parts, keep), bad_logits, int(bad_scores), broken)
+        return StepResult(self._together(parts, keep), bad_logits, int(bad_scores), broken, failed)
 
     def _takes_logits(self, t: int, segment: _Segment, output: StepOutput, keep: Sequence[int]) -> bool:
         """Whether the survivors of a segment come from one read of the logits."""
@@ -140,6 +129,29 @@ class Selection:
         node = child_of(self._trie.first, self._trie.code, before, best.code, self._trie.widest[t - 1])
         parent = best.parent if rows is None else rows[at].masked_fill_(dead, -1)
         return Survivors(parent, best.code, best.order, best.score, node, best.n_valid), best.bad.to(torch.int64)
+
+    def _from_ranks(
+        self, t: int, segment: _Segment, logits: Tensor, output: StepOutput, state: BatchState, keep: Sequence[int]
+    ) -> tuple[Survivors, Tensor]:
+        """Survivors of a step by the ranks of its program, and how many scores were bad. logits: all finite or -inf."""
+        inputs, child = self._inputs(t, segment, logits, output, state)
+        scored = segment.structure.steps[t - 1].run(inputs)
+        kept = [keep[request] for request in segment.requests]
+        order = _take(state.order, segment.rows)
+        best = select_top(scored.rank, inputs.code, order, self._sizes[t - 1], segment.row_start, kept)
+        at, column, dead = best.parent.clamp(min=0), best.column.clamp(min=0), best.parent < 0
+        if scored.carry is not None:
+            carried = torch.split(scored.carry[at, column], kept)
+            self._carry.update(zip(segment.requests, carried, strict=True))
+        survivors = Survivors(
+            parent=(at if segment.rows is None else segment.rows[at]).masked_fill_(dead, -1),
+            code=inputs.code[at, column].masked_fill_(dead, -1),
+            order=best.order,
+            score=scored.score[at, column].masked_fill_(dead, -torch.inf),
+            node=child[at, column].masked_fill_(dead, -1),
+            n_valid=best.n_valid,
+        )
+        return survivors, scored.bad.sum()
 
     def _mask(self, t: int, segment: _Segment, output: StepOutput, state: BatchState) -> Tensor | None:
         """What may be selected, a bit for each code; None = everything."""
@@ -180,8 +192,9 @@ class Selection:
         return whole
 
     def _segments(self, state: BatchState) -> list[_Segment]:
-        """Requests by structure, in batch order; requests without rows are in none."""
+        """Requests by structure, in batch order; requests without rows are in none, nor are those that have failed."""
         present = [r for r in range(len(self._jobs)) if state.row_start[r + 1] > state.row_start[r]]
+        present = [r for r in present if r not in self._failed]
         return [self._segment(requests, state) for requests in _by_structure(present, self._jobs).values()]
 
     def _segment(self, requests: list[int], state: BatchState) -> _Segment:

@@ -57,6 +57,7 @@ class StepLoop:
             gone = self._leaving(jobs, left)  # cancelled or late requests leave here, and only here
             keep = [0 if r in left or r in gone else job.planned[t] for r, job in enumerate(jobs)]
             found = selection.select(t, output, state, keep)  # exact top K in order T0, one launch a structure
+            gone = {**found.failed, **gone}
             widest = max(widest, state.row_start[-1])
             self._metrics.step_seconds.labels(str(t)).observe(self._clock() - step_began)
             gone |= self._broken(t, found)
