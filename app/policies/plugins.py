@@ -65,7 +65,10 @@ def _load(offer: EntryPoint) -> Operator | str:
         return f"has no Operator at `{offer.value}`, but a {type(operator).__name__}"
     if operator.name != offer.name:
         return f"offers it under the name `{offer.name}`, and it calls itself `{operator.name}`"
-    wrong = fault(operator)
+    try:
+        wrong = fault(operator)
+    except Exception as error:  # noqa: BLE001  of a wrong form, so that not even the checks can read it
+        wrong = f"{type(error).__name__}: {error}"
     source = offer.dist.name if offer.dist else offer.value
     return replace(operator, source=source) if wrong is None else f"declares it wrongly: {wrong}"
 

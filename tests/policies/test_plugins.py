@@ -102,6 +102,18 @@ def test_without_packages_there_are_the_built_in_ones():
             f"{GOOD}import dataclasses\nOPERATOR = dataclasses.replace(OPERATOR, version='1')\n",
             "wrongly",
         ),
+        (
+            "plugin_listed",
+            f"{GOOD}import dataclasses\nfrom app.policies.operators import Arg\n"
+            "OPERATOR = dataclasses.replace(OPERATOR, args=(Arg(['n'], 'int', 0, 9, 1),))\n",
+            "declares it wrongly: TypeError: unhashable",
+        ),
+        (
+            "plugin_huge",
+            f"{GOOD}import dataclasses\nfrom app.policies.operators import Arg\n"
+            "OPERATOR = dataclasses.replace(OPERATOR, args=(Arg('n', 'int', 0, 10**400, 1),))\n",
+            "declares it wrongly: OverflowError",
+        ),
     ],
     ids=lambda value: value if str(value).startswith("plugin") else "",
 )
