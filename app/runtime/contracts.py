@@ -1,5 +1,7 @@
 """The contract files of a root, ROOT/contracts/<id>.json: found, checked, and made where there is none (RecoGEM 3.1).
 
+A root that cannot be written to keeps its files elsewhere: in `contracts/` of the state directory, read just the same.
+
 A file holds every part of a contract, its id (made from the parts), and `made_for`: the digest of what an export
 depends on. What a family declares is made anew at every load and costs nothing; what its functions do is taken from a
 file that was made for the very same family, code, config and limits, and exported in another process where there is
@@ -28,8 +30,10 @@ from app.runtime.contract import BESIDE, Parts, contract_id, contract_of, make_p
 from app.runtime.logs import Log
 
 FOLDER: Final = "contracts"
+OWN: Final = f"state/{FOLDER}"
+"""How places name the folder below the state directory, wherever that is."""
 MOST_FILES: Final = 64
-"""Files that are looked at, the newest first."""
+"""Files of a folder that are looked at, the newest first."""
 
 
 class Stored(NamedTuple):
@@ -58,7 +62,7 @@ class Contracts:
     """The contracts of one root. Files are read and written in the thread that asks."""
 
     def __init__(self, root: Path, log: Log | None = None) -> None:
-        self._root, self._folder, self._log = root, root / FOLDER, log
+        self._root, self._log = root, log
 
     def of(self, kind: type[Family], files: ModelFiles, deployment: Deployment, dtype: torch.dtype) -> Contract:
         """The contract of a model behind an overlay; where none is stored it is made, which takes seconds, and stored.
@@ -80,7 +84,7 @@ class Contracts:
         """`of`, with how it came about. anew: export whatever is stored · store: write what is not stored."""
         model = facts.build(kind, files, deployment.sid, deployment.limits, dtype)
         key = facts.made_for(model, deployment.family, deployment.sid, dtype)
-        stored, found = self.stored()
+        stored, found = self.stored(deployment)
         for problem in found:
             self._say("contract_refused", problem)
         known = None if anew else next((one for one in stored if one.made_for == key), None)
@@ -91,46 +95,53 @@ class Contracts:
         contract = contract_of(parts, model.family, deployment, name)
         same = next((one for one in stored if (one.id, one.made_for) == (contract.id, key)), None)
         document = _document(contract.id, key, parts)
-        file = same.file if same else self._store(contract.id, document) if store else None
+        file = same.file if same else self._store(contract.id, document, deployment) if store else None
         return Made(contract, functions, document, file, known is None, found)
 
-    def stored(self) -> tuple[tuple[Stored, ...], tuple[Rejected, ...]]:
-        """Every usable file, the newest first, and what is wrong with the others."""
-        try:
-            files = [one for one in self._folder.iterdir() if one.suffix == ".json" and not one.name.startswith(".")]
-            files.sort(key=lambda one: (-one.lstat().st_mtime_ns, one.name))
-        except OSError:
-            return (), ()
+    def stored(self, deployment: Deployment) -> tuple[tuple[Stored, ...], tuple[Rejected, ...]]:
+        """Every usable file, those of the root first and the newest first, and what is wrong with the others."""
         good, bad = list[Stored](), list[Rejected]()
-        for file in files[:MOST_FILES]:
-            try:
-                good.append(read(file))
-            except Rejected as error:
-                bad.append(error)
+        for folder, place in self._folders(deployment):
+            for file in _files(folder):
+                try:
+                    good.append(read(file, place))
+                except Rejected as error:
+                    bad.append(error)
         return tuple(good), tuple(bad)
 
-    def _store(self, new_id: str, document: Mapping[str, object]) -> Path | None:
-        """Write a contract file; a root that cannot be written to is no reason not to serve."""
-        file = self._folder / f"{new_id}.json"
-        try:
-            state_dir.write(file, encode(document))
-            file.chmod(0o644)
-        except OSError as error:
-            problem = Rejected("contract_not_stored", f"cannot be written: {error.strerror}", location=_place(file))
-            self._say("contract_not_stored", problem)
-            return None
-        if self._log is not None:
-            self._log.info("contract_stored", contract=new_id, file=_place(file))
-        return file
+    def _folders(self, deployment: Deployment) -> tuple[tuple[Path, str], ...]:
+        """Where files are looked for, and stored in the first that can be written to; with the names of places."""
+        return (self._root / FOLDER, FOLDER), (self._root / deployment.server.state_dir / FOLDER, OWN)
+
+    def _store(self, new_id: str, document: Mapping[str, object], deployment: Deployment) -> Path | None:
+        """Write a contract file; having nowhere to write it is no reason not to serve."""
+        why: OSError | None = None
+        for folder, place in self._folders(deployment):
+            file = folder / f"{new_id}.json"
+            try:
+                state_dir.write(file, encode(document))
+                file.chmod(0o644)
+            except OSError as error:
+                why = why or error
+                continue
+            if self._log is not None:
+                self._log.info("contract_stored", contract=new_id, file=f"{place}/{file.name}")
+            return file
+        message = f"cannot be written, here or in the state directory: {why.strerror if why else ''}"
+        self._say("contract_not_stored", Rejected("contract_not_stored", message, location=f"{FOLDER}/{new_id}.json"))
+        return None
 
     def _say(self, event: str, problem: Rejected) -> None:
         if self._log is not None:
             self._log.error(event, code=problem.code, message=problem.message, location=problem.location)
 
 
-def read(file: Path) -> Stored:
-    """A contract file. Raises Rejected with its place: unreadable, no contract, or not what its id says."""
-    place = _place(file)
+def read(file: Path, folder: str = FOLDER) -> Stored:
+    """A contract file. Raises Rejected with its place: unreadable, no contract, or not what its id says.
+
+    folder: how places name its folder
+    """
+    place = f"{folder}/{file.name}"
     data = None if file.is_symlink() else state_dir.read(file)
     if data is None:
         raise Rejected("contract_unreadable", "cannot be read, or is no regular file of at most 4 MiB", location=place)
@@ -159,5 +170,11 @@ def _document(new_id: str, made_for: str, parts: Parts) -> dict[str, object]:
     return {"format": 1, "id": new_id, "made_by": made_by, "made_for": made_for, **plain}
 
 
-def _place(file: Path) -> str:
-    return f"{file.parent.name}/{file.name}"
+def _files(folder: Path) -> list[Path]:
+    """The contract files of a folder, the newest first."""
+    try:
+        files = [one for one in folder.iterdir() if one.suffix == ".json" and not one.name.startswith(".")]
+        files.sort(key=lambda one: (-one.lstat().st_mtime_ns, one.name))
+    except OSError:
+        return []
+    return files[:MOST_FILES]

@@ -24,7 +24,7 @@ from app.policies.load import compile_folder, snapshot
 from app.policies.operators import Operators
 from app.policies.rules import Severity
 from app.runtime.columns import catalogue_of
-from app.runtime.contracts import FOLDER, Contracts
+from app.runtime.contracts import FOLDER, OWN, Contracts
 from app.runtime.desired import Option, wishes
 from app.runtime.loader import check_tokens, contract_dtype
 from app.runtime.reading import model_files
@@ -111,7 +111,7 @@ class _Examination:
             return call()
         except Rejected as error:
             # places in deployment.toml and contracts/ are those of the root, whoever finds them
-            self._add(error, "" if (error.location or "").startswith(("deployment.toml", FOLDER)) else under)
+            self._add(error, "" if (error.location or "").startswith(("deployment.toml", FOLDER, OWN)) else under)
             return None
 
     def _version(self, kind: Kind, named: str | None) -> str | None:

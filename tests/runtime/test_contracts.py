@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from app.engine.registry import family
 from app.errors import Rejected
 from app.runtime import contracts
 from app.runtime.contracts import Contracts, read
+from app.runtime.logs import make_log
 from app.runtime.reading import model_files
 from tests import support
 from tests.engine import tiny
@@ -47,10 +49,10 @@ def root(tmp_path):
     return made
 
 
-def make(root, dtype=torch.float32, kind=None, **how):
+def make(root, dtype=torch.float32, kind=None, log=None, **how):
     deployment = read_deployment(root)
     files = model_files(root / "weights" / "v1")
-    return Contracts(root).make(kind or family(deployment.family), files, deployment, dtype, **how)
+    return Contracts(root, log).make(kind or family(deployment.family), files, deployment, dtype, **how)
 
 
 def edit(root, old, new, file="deployment.toml"):
@@ -205,7 +207,22 @@ def test_a_copy_under_another_name_and_a_link_out_of_the_root_are_refused(root, 
     }
 
 
-def test_a_root_that_cannot_be_written_to_serves_all_the_same(root, exports, monkeypatch):
+def test_a_root_that_cannot_be_written_to_keeps_its_contract_with_the_servers_own_files(root, exports):
+    (root / "contracts").write_text("no folder: whoever writes below it fails, root too")
+    logged = io.BytesIO()
+    made = make(root, log=make_log(logged))
+    assert made.file == root / "state" / "contracts" / f"{made.contract.id}.json"
+    (line,) = map(json.loads, logged.getvalue().splitlines())
+    assert (line["event"], line["file"]) == ("contract_stored", f"state/contracts/{made.file.name}")
+    again = make(root)
+    assert (again.exported, again.file, again.found) == (False, made.file, ())
+    spoiled(made.file, lambda one: one["limits"].update(k=7))
+    assert [(one.code, one.location) for one in make(root).found] == [
+        ("contract_tampered", f"state/contracts/{made.file.name}")
+    ]
+
+
+def test_where_nothing_can_be_written_a_contract_is_made_all_the_same(root, exports, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
