@@ -13,10 +13,10 @@ from app.policies.builtin import BUILT_IN
 from app.policies.check_contract import planned, trie_prefixes, widths_by_level
 from app.policies.check_types import bind, bounds, constant
 from app.policies.diagnostics import Findings, Span
-from app.policies.expr import Binary, Expr, Field, Index, Operation, show, walk
+from app.policies.expr import Binary, Expr, Field, Index, Name, Operation, show, walk
 from app.policies.facts import Catalogue, Facts, facts_of
 from app.policies.groups import Group, group_of
-from app.policies.lower_step import argument, expression, operations
+from app.policies.lower_step import NOISE, argument, expression, operations
 from app.policies.resolve import Policy, Resolved
 
 BOOST = 50.0
@@ -24,7 +24,7 @@ BOOST = 50.0
 
 
 def check_operators(policy: Policy, contract: Contract, catalogue: Catalogue | None, found: Findings) -> None:
-    """K005-K015, W002 and W005."""
+    """K005-K016, W002, W005 and W007."""
     _Checker(policy, contract, catalogue, found).run()
 
 
@@ -200,6 +200,7 @@ class _Checker:
             least = {"top_k": codes, "top_p": 1.0, "typical": 1.0}.get(one.op)
             self.note(one, value is not None and (value >= least if least is not None else value == 0))
         [select] = operations(step["select"])
+        self.typical(t, select)
         if select.op == "diverse":
             penalty = bind(BUILT_IN["diverse"], select)[0]["penalty"].value
             self.note(select, constant(penalty) == 0)
@@ -209,6 +210,16 @@ class _Checker:
             node = expression(step[word])
             if node is not None and step[word].span is not None:
                 self.expression(node)
+
+    def typical(self, t: int, select: Operation) -> None:
+        """W007: it may drop the best codes, which is what a sample wants (policy-language V12)."""
+        step = self.policy.steps[t - 1]
+        rank = expression(step["rank"])
+        noisy = rank is not None and any(isinstance(one, Name) and one.name in NOISE for one in walk(rank))
+        for one in operations(step["keep"]):
+            if one.op == "typical" and argument(one, "mass") != 1 and select.op == "top" and not noisy:
+                hint = "take a sample with `select: stochastic()`, or cut the tail with `top_p`"
+                self.add("W007", one.span, f"`typical` may drop the best codes, and nothing at step {t} samples", hint)
 
     def expression(self, node: Expr) -> None:
         for part in walk(node):

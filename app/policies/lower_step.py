@@ -22,7 +22,8 @@ from app.policies.resolve import Policy, Resolved
 
 _NORMALIZE: dict[str, Normalize] = {"full": "full", "step": "step", "valid": "valid", "none": "none"}
 _PRECUT: dict[Dependence, str] = {"": "R", "r": "R", "L": "L", "c": "E"}
-_NOISE = {"gumbel", "uniform"}
+NOISE = frozenset({"gumbel", "uniform"})
+"""Names that are drawn anew for each request."""
 
 
 def lower_step(
@@ -88,7 +89,7 @@ def _with_cuts(rank: str, cuts: tuple[Applied, ...]) -> str:
 
 def _uses(parts: Parts, groups: list[Expr]) -> frozenset[str]:
     uses = parts.extra | (parts.names & {"trie", "seen"})
-    noisy = bool(parts.names & _NOISE) or parts.select.name in ("stochastic", "explore")
+    noisy = bool(parts.names & NOISE) or parts.select.name in ("stochastic", "explore")
     if noisy:
         uses |= {"seed", "prefix"}
     if any("prefix" in keys_of(node) for node in groups):

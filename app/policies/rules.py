@@ -92,6 +92,7 @@ RULES = _table(
     ("W004", "warning", "a parameter is never used"),
     ("W005", "warning", "a boost far beyond likelihood"),
     ("W006", "warning", "a step key that no step of the deployment has"),
+    ("W007", "warning", "`typical` without sampling"),
     ("W101", "warning", "the arms of an experiment need different structures"),
     ("W102", "warning", "an experiment older than 90 days"),
     ("W103", "warning", "people may change arms while the experiment runs"),
