@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from app.cli.main import app
 from tests.served.process import serving
-from tests.support import store_contract
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "policies" / "guide.md").read_text("utf-8")
@@ -39,7 +38,7 @@ class Reader:
         words = shlex.split(line)
         if line == SERVE:
             flags = ("--port", "0", "--admin-port", "0")
-            self.server = self._stack.enter_context(serving(store_contract(self.root), *flags)).ready()
+            self.server = self._stack.enter_context(serving(self.root, *flags)).ready()
             out = ""
         elif words[0] == "widebeam":
             done = CliRunner().invoke(app, words[1:])
@@ -118,10 +117,10 @@ def checks(reader: Reader) -> dict[str, list]:
 def test_the_guide_from_a_width_to_the_result_and_back(tmp_path, monkeypatch):
     parts = PART.findall(PAGE)
     _, _, first = parts[0]
-    assert first.splitlines() == ["mkdir trial", "cp -r deployment.toml policies vocab weights trial", "cd trial"]
+    assert first.splitlines() == ["mkdir trial", "cp -r contracts deployment.toml policies vocab weights trial", "cd trial"]
     root = tmp_path / "trial"
     root.mkdir()
-    for name in ("policies", "vocab", "weights"):
+    for name in ("contracts", "policies", "vocab", "weights"):
         shutil.copytree(ROOT / name, root / name)
     shutil.copy(ROOT / "deployment.toml", root)
     monkeypatch.chdir(root)
