@@ -12,13 +12,43 @@ architecture, and allows no more spilled bytes on sm_90 than `spill` (0).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
+
+from app.ops import nvrtc
+
+
+class Build(NamedTuple):
+    """A module of kernels: a source and the definitions that it is compiled with, sorted by name.
+
+    arch  for instructions of one architecture only ("sm_90a"); "" = the device's
+    """
+
+    source: Path
+    define: tuple[tuple[str, int], ...] = ()
+    arch: str = ""
+
+    @classmethod
+    def of(cls, source: Path, arch: str = "", **define: int) -> Build:
+        """With definitions by name."""
+        return cls(source, tuple(sorted(define.items())), arch)
+
+    @property
+    def name(self) -> str:
+        """Of the source below app/ops: "attention/kernel.cu"."""
+        return f"{self.source.parent.name}/{self.source.name}"
+
+    def compiled(self, arch: str) -> bytes:
+        """The cubin for an architecture ("sm_90"), as CuPy would make it. Raises nvrtc.CompileError, nvrtc.Missing."""
+        given = (*options(dict(self.define)), *nvrtc.AS_CUPY, f"-arch={self.arch or arch}")
+        return nvrtc.compiled(self.source.read_text("utf-8"), given)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +92,8 @@ def nvidia(device: torch.device) -> bool:
 
 
 def load(source: Path, name: str, device: torch.device, *, memory: int = 0, arch: str = "", **define: int) -> Kernel:
-    """Entry point `name` of a source, compiled with definitions: once a process, device and combination; CuPy keeps the
-    binaries on disk.
+    """Entry point `name` of a source, compiled with definitions: once a process, device and combination, where `ready`
+    has not made it so before; CuPy keeps the binaries on disk.
 
     device  as a tensor says it, with its number
     memory  bytes of dynamic shared memory of a launch
@@ -86,25 +116,82 @@ def in_force(device: torch.device, dtype: torch.dtype) -> str:
     return "cuda" if reason is None else f"torch: {reason}"
 
 
+def architecture(device: torch.device) -> str:
+    """What our kernels are compiled for on a device: "sm_90"."""
+    major, minor = _capability(device.index or 0)
+    return f"sm_{major}{minor}"
+
+
+def ready(builds: Iterable[Build], device: torch.device, cubins: Mapping[Build, bytes] | None = None) -> int:
+    """Have modules on a device before their first launch: from their binaries where those are given, else compiled.
+
+    Returns how many were compiled. Raises what CuPy raises for a source or a binary that the device does not take.
+    """
+    before = compilations()
+    for build in builds:
+        _MODULES.load(build, device.index or 0, cubins.get(build) if cubins else None)
+    return compilations() - before
+
+
+def compilations() -> int:
+    """Modules that this process has made from source, by NVRTC or from what CuPy keeps of it on the disk."""
+    return _MODULES.made
+
+
+class _Modules:
+    """The modules that this process has loaded, once each and for good, as the driver keeps them.
+
+    made  how many were compiled
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[tuple[Build, int], Any] = {}
+        self._lock = Lock()
+        self.made = 0
+
+    def load(self, build: Build, device: int, cubin: bytes | None = None) -> Any:
+        """CuPy's module of a build on a device."""
+        with self._lock:
+            found = self._loaded.get((build, device))
+            if found is None:
+                found = self._loaded[build, device] = (
+                    _from_source(build, device) if cubin is None else _binary(cubin, device)
+                )
+                self.made += cubin is None
+            return found
+
+
+_MODULES = _Modules()
+
+
 @cache
 def _load(source: Path, name: str, device: int, memory: int, arch: str, define: tuple[tuple[str, int], ...]) -> Kernel:
-    import cupy  # noqa: PLC0415  there is none on a CPU
+    from cupy.cuda import Device, driver  # noqa: PLC0415  there is none on a CPU
 
-    with cupy.cuda.Device(device), torch.cuda.device(device):
-        raw = _module(source, device, arch, define).get_function(name)
+    with Device(device), torch.cuda.device(device):
+        function = _MODULES.load(Build(source, define, arch), device).get_function(name)
         if memory:
             # one function serves launches with more and with less: the limit never falls
-            raw.max_dynamic_shared_size_bytes = max(memory, raw.max_dynamic_shared_size_bytes)
-        return Kernel(raw.kernel, device, memory)
+            limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.funcSetAttribute(function.ptr, limit, max(memory, driver.funcGetAttribute(limit, function.ptr)))
+        return Kernel(function, device, memory)
 
 
-@cache
-def _module(source: Path, device: int, arch: str, define: tuple[tuple[str, int], ...]) -> Any:
-    import cupy  # noqa: PLC0415
+def _from_source(build: Build, device: int) -> Any:
+    import cupy  # noqa: PLC0415  there is none on a CPU
 
-    given = options(dict(define)) + ((f"-arch={arch}",) if arch else ())
+    given = options(dict(build.define)) + ((f"-arch={build.arch}",) if build.arch else ())
     with cupy.cuda.Device(device):
-        return cupy.RawModule(code=source.read_text("utf-8"), options=given)
+        return cupy.RawModule(code=build.source.read_text("utf-8"), options=given).module
+
+
+def _binary(cubin: bytes, device: int) -> Any:
+    from cupy.cuda import Device, function  # noqa: PLC0415  there is none on a CPU
+
+    with Device(device):
+        module = function.Module()
+        module.load(cubin)
+        return module
 
 
 @cache

@@ -1,12 +1,9 @@
-"""NVRTC without a GPU: what a kernel compiles to for an architecture, and what ptxas says about it."""
+"""What a kernel is compiled with, and what ptxas says about it."""
 
 from __future__ import annotations
 
-import ctypes
 import re
-import site
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -46,33 +43,6 @@ def builds(source: Path) -> list[Build]:
     return found
 
 
-@cache
-def library() -> ctypes.CDLL:
-    """libnvrtc of the wheel nvidia-cuda-nvrtc."""
-    for root in site.getsitepackages():
-        for path in sorted(Path(root).glob("nvidia/**/libnvrtc.so.*")):
-            if "alt" not in path.name:
-                for part in path.parent.glob("libnvrtc-builtins.so.*.*"):
-                    if "alt" not in part.name:
-                        ctypes.CDLL(str(part))  # which it looks for by name
-                return ctypes.CDLL(str(path))
-    raise AssertionError("NVRTC is not installed: make test-kernels does")
-
-
-def compiled(source: str, options: tuple[str, ...]) -> tuple[bytes, str]:
-    """(cubin, or b"" for a virtual architecture; log). Raises AssertionError with the log where it does not compile."""
-    nvrtc = library()
-    program = ctypes.c_void_p()
-    assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
-    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
-    log = _text(nvrtc, program, "ProgramLog").rstrip(b"\0").decode()
-    assert not failed, log
-    cubin = b"" if any("compute_" in option for option in options) else _text(nvrtc, program, "CUBIN")
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return cubin, log
-
-
 def entries(log: str) -> list[Entry]:
     """The entry points in a log of `--ptxas-options=-v`."""
     pattern = (
@@ -83,11 +53,3 @@ def entries(log: str) -> list[Entry]:
         Entry(name, int(registers), max(int(stores), int(loads)))
         for name, stores, loads, registers in re.findall(pattern, log, re.DOTALL)
     ]
-
-
-def _text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
-    size = ctypes.c_size_t()
-    assert not getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
-    text = ctypes.create_string_buffer(size.value)
-    assert not getattr(nvrtc, f"nvrtcGet{what}")(program, text)
-    return text.raw

@@ -108,15 +108,27 @@ def fused_replay(
     return out
 
 
+def staged(k: int, shared: int) -> bool:
+    """Whether queries are read ahead; shared: bytes of shared memory of a processor."""
+    columns, warps, resident = _blocks(k)
+    state, ahead = k * columns * 4, warps * 32 * (2 * k + columns) // 2
+    return k == 128 and shared >= resident * (state + ahead + RESERVED)
+
+
+def _blocks(k: int) -> tuple[int, int, int]:
+    """Columns of V and warps of a block, and blocks of a processor."""
+    return (128, 8, 2) if k == 128 else (64, 4, 3)
+
+
 @cache
 def _compiled(device: torch.device, k: int, v: int, *, bf16: bool, out32: bool, wgmma: bool) -> _Shape:
     """Once for each device and shape."""
-    columns, warps, resident = (128, 8, 2) if k == 128 else (64, 4, 3)
+    columns, warps, resident = _blocks(k)
     flags = {"K": k, "V": v, "VT": columns, "BF16": int(bf16), "OUT32": int(out32), "WGMMA": int(wgmma)}
     about = torch.cuda.get_device_properties(device)
     state, ahead = k * columns * 4, warps * 32 * (2 * k + columns) // 2
-    staged = k == 128 and about.shared_memory_per_multiprocessor >= resident * (state + ahead + RESERVED)
-    source, memory = Path(__file__).with_name("kernel.cu"), state + ahead * staged
+    stage = staged(k, about.shared_memory_per_multiprocessor)
+    source, memory = Path(__file__).with_name("kernel.cu"), state + ahead * stage
     arch = "sm_90a" if wgmma else ""
-    kernel = cuda.load(source, "replay", device, memory=memory, arch=arch, **flags, STAGED=int(staged))
+    kernel = cuda.load(source, "replay", device, memory=memory, arch=arch, **flags, STAGED=int(stage))
     return _Shape(kernel, columns, warps * 8, resident, about.multi_processor_count)

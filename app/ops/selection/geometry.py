@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from app.ops.upload import upload_ints
 
 MOST = 1024
 """Candidates of one bin that `tail` ranks by comparing each with each (`MOST` of chunk.cu)."""
@@ -46,7 +48,7 @@ def requests(row_start: Sequence[int], keep: Sequence[int], device: torch.device
 @lru_cache(maxsize=1024)
 def _requests(row_start: tuple[int, ...], keep: tuple[int, ...], device: torch.device) -> Requests:
     out_start = (0, *accumulate(keep))
-    start, kept, out = (torch.tensor(one, dtype=torch.int32, device=device) for one in (row_start, keep, out_start))
+    start, kept, out = (upload_ints(one, torch.int32, device) for one in (row_start, keep, out_start))
     widest = max((stop - start for start, stop in pairwise(row_start)), default=0)
     return Requests(start, kept, out, widest, max(keep, default=0), row_start[-1], out_start[-1])
 
@@ -86,17 +88,30 @@ def geometry(
     if not (0 < widest < 1 << 16 and codes > 0 and widest * codes < 1 << 32):
         return None
     small = widest * _parts(codes, 256) < 2 * most  # few rows: chunks of 256 would be fewer than survivors
-    first = next((size for size, most_requests in CLUSTERS if count <= most_requests), 1) if clusters else 1
+    first = first_cluster(count, clusters=clusters)
+    for shape in candidates(codes, itemsize, first, small=small, clusters=clusters):
+        found = fitted(shape, widest, most, shared - STATIC)
+        if found is not None:
+            return found
+    return None
+
+
+def first_cluster(count: int, *, clusters: bool) -> int:
+    """Blocks that share one of `count` requests where memory allows."""
+    return next((size for size, most_requests in CLUSTERS if count <= most_requests), 1) if clusters else 1
+
+
+def candidates(codes: int, itemsize: int, first: int, *, small: bool, clusters: bool) -> Iterator[Geometry]:
+    """The layouts in the order in which they are tried, without their shares of memory.
+
+    first  of `first_cluster` · small: whether chunks of 16 bytes come first
+    """
     unit, base = 512 // itemsize, 2 if itemsize == 4 else 1
     shapes = [(False, base << times) for times in range(4)]
     for is_small, units in [(True, base)] * small + shapes:
         chunks = _parts(codes, unit) * 32 if is_small else _parts(codes, unit * units * 4) * 4
         for cluster in sorted({first, 8 if clusters else 1}):
-            shape = Geometry(is_small, units, chunks, cluster, *(0,) * 7)
-            found = fitted(shape, widest, most, shared - STATIC)
-            if found is not None:
-                return found
-    return None
+            yield Geometry(is_small, units, chunks, cluster, *(0,) * 7)
 
 
 def fitted(shape: Geometry, widest: int, most: int, shared: int) -> Geometry | None:

@@ -67,6 +67,27 @@ def limits(device: int) -> tuple[bool, int]:
     return properties.major >= 9, int(properties.shared_memory_per_block_optin)
 
 
+class Defines(NamedTuple):
+    """What each part of `chunk.cu` is compiled with."""
+
+    scan: dict[str, int]
+    tail: dict[str, int]
+    search: dict[str, int]
+
+
+def defines(kind: int, score: int, norm: int, shape: Geometry, *, mask: bool, whole: bool) -> Defines:
+    """The definitions of chunk.cu for a launch.
+
+    kind: of `TYPES` · score, norm: see chunk.cu · whole: rows of logits are whole 16-byte vectors
+    """
+    same = {"TYPE": kind, "SCORE": score, "MASK": int(mask), "SMALL": int(shape.small), "UNITS": shape.units}
+    return Defines(
+        scan={"PART": 0, "NORM": norm, "VEC": int(whole), "CLUSTER": 1, **same},
+        tail={"PART": 1, "NORM": 0, "VEC": int(whole), "CLUSTER": shape.cluster, **same},
+        search={"PART": 2, "NORM": 0, "VEC": 0, "CLUSTER": 1, **same},
+    )
+
+
 def select(
     logits: Tensor, scores: Scores, order: Tensor, of: Requests, shape: Geometry, *, ancestry: Tensor | None = None,
     ancestry_out: Tensor | None = None, check: int = 7, early: bool = False,
@@ -93,16 +114,12 @@ def select(
     if norm is None:
         norm = torch.empty(n, dtype=torch.float32, device=device)
     whole = logits.data_ptr() % 16 == 0 and codes * logits.element_size() % 16 == 0
-    define: dict[str, Any] = {
-        "TYPE": of_type, "SCORE": 0 if parent is None else 1 if scores.normalize == "none" else 2,
-        "MASK": int(mask is not None), "SMALL": int(shape.small), "UNITS": shape.units,
-    }  # fmt: skip
+    of_score = 0 if parent is None else 1 if scores.normalize == "none" else 2
+    builds = defines(of_type, of_score, NORMS[scores.normalize], shape, mask=mask is not None, whole=whole)
     stride = 0 if mask is None else mask.stride(0)
     at = [0 if one is None else one.data_ptr() for one in (logits, mask, chunk, ends, norm, parent, order)]
     if n and check & 1:
-        scan = cuda.load(
-            SOURCE, "scan", device, PART=0, NORM=NORMS[scores.normalize], VEC=int(whole), CLUSTER=1, **define
-        )
+        scan = cuda.load(SOURCE, "scan", device, **builds.scan)
         scan.launch(n, 128, at[0], at[1], at[5], *at[2:5], bad.data_ptr(), codes, stride, shape.chunks)
     outputs = (row, code, place, score, n_valid, ancestry_out, overflow)
     depth = 0 if ancestry is None else ancestry.shape[1]
@@ -112,13 +129,9 @@ def select(
     )  # fmt: skip
     run = follow if early and limits(device.index or 0)[0] else Kernel.launch
     if count and check & 2:
-        tail = cuda.load(
-            SOURCE, "tail", device, memory=shape.memory, PART=1, NORM=0, VEC=int(whole), CLUSTER=shape.cluster, **define
-        )
+        tail = cuda.load(SOURCE, "tail", device, memory=shape.memory, **builds.tail)
         run(tail, count * shape.cluster, 1024, *operands, shape.places, shape.room, shape.scores, shape.lines)
     if count and check & 4:
-        search = cuda.load(
-            SOURCE, "search", device, memory=shape.search_memory, PART=2, NORM=0, VEC=0, CLUSTER=1, **define
-        )
+        search = cuda.load(SOURCE, "search", device, memory=shape.search_memory, **builds.search)
         run(search, count, 1024, *operands, shape.keys, of.most)
     return Launched(row, code, place, score, n_valid, bad)

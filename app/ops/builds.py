@@ -1,0 +1,121 @@
+"""Which kernels a deployment can come to launch: all of them can then be made before the first request, or elsewhere.
+
+What is named here may be more than a deployment uses, and never less: `tests/ops/test_builds.py` compares it with what
+the launches ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from app.ops.cuda import Build
+from app.ops.selection.geometry import STATIC, Geometry, candidates, first_cluster, fitted
+from app.ops.selection.launch import NORMS, SOURCE, TYPES, defines
+
+_OPS: Final = Path(__file__).parent
+
+
+class Gpu(NamedTuple):
+    """What a layout depends on: bytes of shared memory that a block may have, that a processor has, and whether blocks
+    can share theirs (CUDA programming guide, "Technical Specifications per Compute Capability")."""
+
+    block: int
+    processor: int
+    clusters: bool
+
+
+GPUS: Final = {
+    "sm_80": Gpu(163 << 10, 164 << 10, clusters=False),
+    "sm_86": Gpu(99 << 10, 100 << 10, clusters=False),
+    "sm_89": Gpu(99 << 10, 100 << 10, clusters=False),
+    "sm_90": Gpu(227 << 10, 228 << 10, clusters=True),
+    "sm_100": Gpu(227 << 10, 228 << 10, clusters=True),
+    "sm_120": Gpu(99 << 10, 100 << 10, clusters=True),
+}
+"""The architectures that kernels are made for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a deployment computes with.
+
+    dtype   of the model's logits and keys · heads: the head dims of its prefixes
+    delta   (K, V) of its Gated DeltaNet layers
+    sizes   C_1..C_L · width: widest rows or survivors of a request · batch: requests of a batch
+    """
+
+    dtype: torch.dtype
+    heads: frozenset[int]
+    delta: frozenset[tuple[int, int]]
+    sizes: tuple[int, ...]
+    width: int
+    batch: int
+
+
+def needed(needs: Needs, arch: str) -> tuple[Build, ...]:
+    """Every module that `needs` can come to, for an architecture of `GPUS`."""
+    bf16 = int(needs.dtype == torch.bfloat16)
+    found: list[Build] = []
+    if needs.dtype != torch.float32:
+        found += [Build.of(_OPS / "attention" / "kernel.cu", D=d, BF16=bf16) for d in sorted(needs.heads)]
+        found += [one for k, v in sorted(needs.delta) for one in _replay(k, v, bf16, arch)]
+        if needs.delta:
+            found += [Build.of(_OPS / "gdn" / "around.cu", BF16=bf16, J=size) for size in (2, 3, 4)]
+    for wide in (0, 1):
+        found += [Build.of(_OPS / "trie" / "kernel.cu", WIDE=wide)]
+        found += [Build.of(_OPS / "selection" / "candidates.cu", WIDE=wide)]
+    found += [Build.of(_OPS / "selection" / "radix.cu", ROWS=r, CUT=c) for r, c in ((1, 0), (1, 1), (2, 1), (4, 1))]
+    found += _selection(needs, GPUS[arch])
+    return tuple(dict.fromkeys(found))
+
+
+def _replay(k: int, v: int, bf16: int, arch: str) -> Iterator[Build]:
+    """`gdn/kernel.cu` as `gdn.launch` chooses it; either dtype of the output."""
+    from app.ops.gdn.launch import staged  # noqa: PLC0415  beside what it sizes
+
+    wgmma, columns = arch == "sm_90", 128 if k == 128 else 64
+    for out32 in (0, 1):
+        yield Build.of(
+            _OPS / "gdn" / "kernel.cu", "sm_90a" if wgmma else "",
+            K=k, V=v, VT=columns, BF16=bf16, OUT32=out32, WGMMA=int(wgmma), STAGED=int(staged(k, GPUS[arch].processor)),
+        )  # fmt: skip
+
+
+def _selection(needs: Needs, gpu: Gpu) -> Iterator[Build]:
+    """`chunk.cu` over logits, by any policy that follows them, and over float32 ranks of any number of columns."""
+    kind = TYPES[needs.dtype]
+    scored = [(1, NORMS["none"]), *((2, norm) for norm in sorted(set(NORMS.values())))]
+    for codes in sorted(set(needs.sizes)):
+        whole = codes * needs.dtype.itemsize % 16 == 0
+        for shape in _shapes(needs, codes, needs.dtype.itemsize, gpu):
+            for (score, norm), mask in product(scored, (False, True)):
+                yield from _built(kind, score, norm, shape, mask=mask, whole=whole)
+    for shape, whole in product(_shapes(needs, max(needs.sizes), 4, gpu), (False, True)):
+        yield from _built(TYPES[torch.float32], 0, 0, shape, mask=False, whole=whole)
+
+
+def _built(kind: int, score: int, norm: int, shape: Geometry, *, mask: bool, whole: bool) -> Iterator[Build]:
+    for define in defines(kind, score, norm, shape, mask=mask, whole=whole):
+        yield Build.of(SOURCE, **define)
+
+
+def _shapes(needs: Needs, codes: int, itemsize: int, gpu: Gpu) -> Iterator[Geometry]:
+    """The layouts that `geometry` can give for at most `codes` columns, rows and survivors of at most `width`, and any
+    number of requests. A layout that fits the largest fits all: those behind it in the order are never asked."""
+    firsts = {first_cluster(count, clusters=gpu.clusters) for count in range(1, needs.batch + 1)}
+    for first in sorted(firsts):
+        for shape in candidates(codes, itemsize, first, small=True, clusters=gpu.clusters):
+            yield shape
+            if not shape.small and fitted(shape, needs.width, needs.width, gpu.block - STATIC) is not None:
+                break
+
+
+def sources(builds: Sequence[Build]) -> tuple[Path, ...]:
+    """The files that builds are made of, sorted."""
+    return tuple(sorted({build.source for build in builds}))
