@@ -45,8 +45,6 @@ SHAPES = tuple(product((4, 8, 16), (128, 256, 512)))
 SET_BYTES = 128 << 20
 MOST_SETS = 24
 SETTINGS = (Setting(4, 256, 1024), Setting(4, 256, 5120))
-PAPER = {(4, 512, 3): 0.0755, (4, 512, 7): 0.308, (16, 512, 3): 0.212, (16, 512, 7): 0.990}
-"""OneLA's own milliseconds at H = 16, K = V = 128 by (R, W, O); its GPU is not named."""
 
 
 def batch(g: Geometry, requests: int, width: int, calls: int, seed: int) -> Inputs:
@@ -192,25 +190,75 @@ def about() -> dict[str, Any]:
 
 def as_table(found: dict[str, Any]) -> str:
     """The results in Markdown."""
-    lines = [f"`widebeam bench gdn` on {found['about']['device']}, {json.dumps(found['about'])}", ""]
-    if found.get("operator"):
-        lines += ["| R | W | HK/HV/K/V | T | onela ms | bytes at 4.3 TB/s | full ms | x | replayssm ms | x |"]
-        lines += ["| --- " * 10 + "|"]
-        for line in found["operator"]:
-            shape = "/".join(str(line[x]) for x in Geometry._fields)
-            for i, calls in enumerate(line["T"]):
-                own = line["onela_ms"][i]
-                cells = [f"{own:.4f}", f"{line['floor_ms'][i]:.4f}"]
-                for name in ("full", "replayssm"):
-                    peer = line[f"{name}_ms"]
-                    cells += [f"{peer[i]:.3f}", f"{peer[i] / own:.1f}"] if peer else ["-", "-"]
-                lines.append(f"| {line['R']} | {line['W']} | {shape} | {calls} | " + " | ".join(cells) + " |")
-    for line in found.get("model", ()):
-        lines += ["", f"Model, R={line['requests']} W={line['width']} prompt {line['prompt']}: O = {line['outputs']}"]
-        for name in ("onela", "full"):
-            lines.append(f"* {name}: {[round(x, 3) for x in line.get(f'{name}_ms', line[f'{name}_eager_ms'])]} ms")
-        lines.append(f"* ratio: {[round(x, 2) for x in line['ratio']]}")
+    lines = [f"`widebeam bench gdn` on {found['about']['device']}: {json.dumps(found['about'])}", ""]
+    lines += _figure_6(found.get("model", [])) + _figure_7(found.get("summary")) + _figure_8(found)
+    lines += _shapes(found.get("operator", []))
     return "\n".join(lines) + "\n"
+
+
+def _figure_6(models: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for line in models:
+        how = "captured" if all(f"{name}_ms" in line for name in ("onela", "full")) else "not captured"
+        lines += [
+            f"Decode forwards, R = {line['requests']}, W = {line['width']}, prompt {line['prompt']}, {how}; ms",
+            "",
+        ]
+        lines += ["| O | " + " | ".join(map(str, line["outputs"])) + " |", "| --- " * (len(line["outputs"]) + 1) + "|"]
+        for name in ("onela", "full"):
+            times = line.get(f"{name}_ms", line[f"{name}_eager_ms"])
+            lines.append(f"| {name} | " + " | ".join(f"{x:.2f}" for x in times) + " |")
+        lines += ["| ratio | " + " | ".join(f"{x:.2f}" for x in line["ratio"]) + " |", ""]
+    return lines
+
+
+def _figure_7(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    lines = [
+        "| peer | shapes that ran, of " + str(found["shapes"]) + " | time / ours, median | quartiles | state / ours |"
+    ]
+    lines.append("| --- " * 5 + "|")
+    for name in ("full", "replayssm"):
+        one = found[name]
+        span = "-".join(f"{one['quartiles'][i]:.1f}" for i in (0, 2)) if "quartiles" in one else "-"
+        middle = "-" if one["median"] is None else f"{one['median']:.1f}"
+        lines.append(f"| {name} | {one['ran']} | {middle} | {span} | {one['state']:.1f} |")
+    return [*lines, ""]
+
+
+def _figure_8(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for line in found.get("traffic", ()):
+        lines += [f"R = 4, W = 512, H = 16, K = V = 128, T = {line['T']}; MiB", ""]
+        lines += ["| | state | written | moved between calls | DRAM read | DRAM written | by | FLOP / byte |"]
+        lines += ["| --- " * 8 + "|"]
+        for name, count in line["counted"].items():
+            read = isinstance(line["counters"], dict)
+            moved = line["counters"][name] if read else {"read": count["traffic"], "written": 0}
+            sizes = (count["state"], count["written"], count["moved"], moved["read"], moved["written"])
+            cells = [f"{x / 2**20:.1f}" for x in sizes]
+            cells += ["counters" if read else "counted", f"{count['flops'] / (moved['read'] + moved['written']):.2f}"]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return lines
+
+
+def _shapes(table: list[dict[str, Any]]) -> list[str]:
+    if not table:
+        return []
+    lines = ["| R | W | HK/HV/K/V | T | onela ms | bytes at 4.3 TB/s | full ms | x | replayssm ms | x |"]
+    lines += ["| --- " * 10 + "|"]
+    for line in table:
+        shape = "/".join(str(line[x]) for x in Geometry._fields)
+        for i, calls in enumerate(line["T"]):
+            own = line["onela_ms"][i]
+            cells = [f"{own:.4f}", f"{line['floor_ms'][i]:.4f}"]
+            for name in ("full", "replayssm"):
+                peer = line[f"{name}_ms"]
+                cells += [f"{peer[i]:.3f}", f"{peer[i] / own:.1f}"] if peer else ["-", "-"]
+            lines.append(f"| {line['R']} | {line['W']} | {shape} | {calls} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def compile_all() -> None:
@@ -222,6 +270,12 @@ def compile_all() -> None:
 
     with ThreadPoolExecutor(len(shapes)) as pool:
         list(pool.map(one, shapes))
+
+
+def before(out: Path | None) -> dict[str, Any]:
+    """What an earlier run of other parts wrote there."""
+    file = out and out.with_suffix(".json")
+    return json.loads(file.read_text("utf-8")) if file and file.exists() else {}
 
 
 def save(found: dict[str, Any], out: Path | None) -> None:
@@ -248,7 +302,7 @@ def main() -> None:
     if args.child:
         child(args.child)
         return
-    begun, found = time.monotonic(), {"about": {**about(), "commit": args.commit}}
+    begun, found = time.monotonic(), before(args.out) | {"about": {**about(), "commit": args.commit}}
     parts: dict[str, Callable[[], Any]] = {
         "check": check_all,
         "operator": lambda: operator(GEOMETRIES[: args.geometries], begun + args.seconds),
@@ -265,7 +319,8 @@ def main() -> None:
             print(json.dumps(found["summary"] if name == "operator" else found[name]), flush=True)
         clean()
         save(found, args.out)
-    if any(line["error"] > BAR for line in found.get("check", ())):
+    bounded = [line for line in found.get("check", ()) if "slow" in line["how"] or "init" in line["how"]]
+    if any(line["error"] > BAR for line in bounded):
         raise SystemExit(f"an error is above {BAR}")
 
 

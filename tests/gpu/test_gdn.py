@@ -7,6 +7,7 @@ from app.config import Limits
 from app.ops import gdn
 from app.ops.gdn import around
 from bench._gdn_kernel import call, check, make_inputs
+from bench._gdn_paths import PATHS, unmarked
 from bench.gdn_accuracy import BAR, GEOMETRIES
 from tests.engine import hybrid, tiny
 from tests.engine.families.test_qwen import random_paths
@@ -53,6 +54,16 @@ def test_a_launch_is_captured_into_a_graph():
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(("path", "needs"), [("full", "fla"), ("replayssm", "triton")])
+def test_what_the_bench_compares_with_computes_the_same(path, needs):
+    pytest.importorskip(needs)
+    x = make_inputs(GEOMETRIES[1], [16, 5], 4, seed=6, dtype=torch.bfloat16)
+    with torch.no_grad():
+        ours, theirs = (PATHS[name](x, 4)(unmarked) for name in ("onela", path))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.float() - b.float()).abs().max() < 2 * torch.finfo(torch.bfloat16).eps * a.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,9 +1,9 @@
 // Projection replay of OneLA 3.4 in one kernel: shared-context projection on tensor cores, replay of the ancestors'
 // records, the update, the output and the new record. No state of a beam exists anywhere.
 //
-// build: K=128 V=128,512 VT=128 BF16=0,1 OUT32=0,1 WGMMA=0 STAGED=0,1 spill=24
+// build: K=128 V=128,512 VT=128 BF16=0,1 OUT32=0,1 WGMMA=0 STAGED=0,1 spill=32
 // build: K=256 V=128,512 VT=64 BF16=0,1 OUT32=0,1 WGMMA=0 STAGED=0
-// build: K=128 V=128,512 VT=128 BF16=0,1 OUT32=0,1 WGMMA=1 STAGED=1 arch=sm_90a spill=24
+// build: K=128 V=128,512 VT=128 BF16=0,1 OUT32=0,1 WGMMA=1 STAGED=1 arch=sm_90a spill=32
 // build: K=256 V=128,512 VT=64 BF16=0,1 OUT32=0,1 WGMMA=1 STAGED=0 arch=sm_90a
 //
 // Compiled with -DK -DV -DVT -DBF16 (0: float16 inputs) -DOUT32 (1: float32 output) -DWGMMA (1: sm_90a, whose warpgroups
