@@ -337,7 +337,8 @@ class Explanation:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The answer to one request, before it is encoded. `unknown_*` count ids that the pinned vocab does not know;
-    `batch_*` say what it was served with (requests, and rows of the widest step)."""
+    `batch_*` say what it was served with (requests, and rows of the widest step). level: how busy the server was at
+    its admission; load: the same where the policy has load levels, else None."""
 
     request_id: str
     items: tuple[Item, ...]
@@ -353,6 +354,7 @@ class Outcome:
     batch_requests: int
     batch_rows: int
     explanation: Explanation | None = None
+    level: Level = "normal"
 
 
 @dataclass(frozen=True, slots=True)

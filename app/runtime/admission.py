@@ -25,17 +25,19 @@ ARM_PATH: Final = "header x-widebeam-arm"
 class Choice(NamedTuple):
     """What serves a request: its plan, the rows that this plans at each step (`job.plan_rows`), and why.
 
-    load  the level that the plan is of; None where its policy is the same at all levels
+    load  the level that the plan is of; None where its policy is the same at all levels · level: of its admission
     """
 
     plan: Plan
     planned: tuple[int, ...]
     assignment: Assignment
-    load: Level | None = None
+    load: Level | None
+    level: Level
 
 
 class Admitted(NamedTuple):
-    """A request's own data under a snapshot; see `job.Job` for its members. assignment, load: see `Choice`."""
+    """A request's own data under a snapshot; see `job.Job` for its members. assignment, load, level: see
+    `Choice`."""
 
     inputs: Inputs
     excluded: DeadNodes | None
@@ -45,6 +47,7 @@ class Admitted(NamedTuple):
     assignment: Assignment
     fields: Fields
     load: Level | None
+    level: Level
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Admission:
             raise InvalidRequest(f"there is no policy `{name}`", path="$.policy")
         level = request.load or level
         own, load = plan.at(level), level if plan.levels else None
-        return Choice(own, plan_rows(own, snapshot.contract, snapshot.trie.prefixes), assignment, load)
+        return Choice(own, plan_rows(own, snapshot.contract, snapshot.trie.prefixes), assignment, load, level)
 
     def _named(self, request: Request, snapshot: Snapshot) -> Assignment:
         """A request that names its policy is in no experiment."""
@@ -126,6 +129,7 @@ class Admission:
             assignment=choice.assignment,
             fields=fields,
             load=choice.load,
+            level=choice.level,
         )
 
 

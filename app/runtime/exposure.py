@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from app.core import Exposure, Outcome, Versions
+from app.core import Exposure, Level, Outcome, Versions
 from app.policies.assign import EVERYTHING, HOLDOUT, POINTS, Assignment, Decision, Experiment, Traffic, u64
 from app.policies.experiments import Loaded
 
@@ -36,13 +36,13 @@ class Answered(NamedTuple):
     request_id: str
     versions: Versions
     seed: int
-    load: str | None
+    load: Level
     status: str
 
     @classmethod
     def of(cls, outcome: Outcome) -> Answered:
         """The part of an outcome."""
-        return cls(outcome.request_id, outcome.versions, outcome.seed, outcome.load, outcome.status)
+        return cls(outcome.request_id, outcome.versions, outcome.seed, outcome.level, outcome.status)
 
 
 def exposure_line(answered: Answered, assignment: Assignment, at: str, name: Callable[[str], str]) -> dict[str, object]:

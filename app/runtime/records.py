@@ -39,7 +39,7 @@ def request_line(request: Request, outcome: Outcome, at: str, name: Callable[[st
         "ctx": request.ctx,
         "user": request.user,
         "seed": outcome.seed,
-        "load": outcome.load,
+        "load": outcome.level,
         "versions": outcome.versions._asdict(),
         "experiments": [one._asdict() for one in outcome.experiments],
         "answer": {

@@ -345,6 +345,7 @@ class Runtime:
             experiments=exposures(admitted.assignment),
             seed=seed_of(request),
             load=admitted.load,
+            level=admitted.level,
             unknown_history=admitted.unknown_history,
             unknown_exclude=admitted.unknown_exclude,
             timings=Timings(queue_ms, end.context_ms, end.decode_ms, 1e3 * (now - request.received)),

@@ -29,6 +29,7 @@ OUTCOME = Outcome(
     experiments=(Exposure("ranking", "color", "control", "assigned", 0.1),),
     seed=17,
     load=None,
+    level="busy",
     unknown_history=0,
     unknown_exclude=0,
     timings=Timings(0.0, 0.0, 0.0, 1.0),
@@ -82,7 +83,7 @@ def test_a_record_holds_what_was_asked_and_what_came_back(tmp_path):
         "ctx": {"country": "BR"},
         "user": {"age": 31.0},
         "seed": 17,
-        "load": None,
+        "load": "busy",
         "versions": OUTCOME.versions._asdict(),
         "experiments": [{"layer": "ranking", "name": "color", "arm": "control", "reason": "assigned", "coverage": 0.1}],
         "answer": {
