@@ -13,6 +13,7 @@ architecture, and allows no more spilled bytes on sm_90 than `spill` (0).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -23,6 +24,9 @@ from typing import Any, NamedTuple
 import torch
 
 from app.ops import nvrtc
+
+THREADS = 8
+"""Modules that are compiled at a time."""
 
 
 class Build(NamedTuple):
@@ -127,9 +131,11 @@ def ready(builds: Iterable[Build], device: torch.device, cubins: Mapping[Build, 
 
     Returns how many were compiled. Raises what CuPy raises for a source or a binary that the device does not take.
     """
-    before = compilations()
-    for build in builds:
-        _MODULES.load(build, device.index or 0, cubins.get(build) if cubins else None)
+    before, number = compilations(), device.index or 0
+    given = cubins or {}
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(lambda build: _MODULES.load(build, number, given.get(build)), dict.fromkeys(builds)):
+            pass
     return compilations() - before
 
 
@@ -151,14 +157,13 @@ class _Modules:
 
     def load(self, build: Build, device: int, cubin: bytes | None = None) -> Any:
         """CuPy's module of a build on a device."""
-        with self._lock:
-            found = self._loaded.get((build, device))
-            if found is None:
-                found = self._loaded[build, device] = (
-                    _from_source(build, device) if cubin is None else _binary(cubin, device)
-                )
+        found = self._loaded.get((build, device))
+        if found is None:
+            found = _from_source(build, device) if cubin is None else _binary(cubin, device)
+            with self._lock:  # whoever was here first has made the one that counts
                 self.made += cubin is None
-            return found
+                found = self._loaded.setdefault((build, device), found)
+        return found
 
 
 _MODULES = _Modules()

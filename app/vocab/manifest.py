@@ -1,4 +1,4 @@
-"""MANIFEST.json: what makes a directory a version, of whatever kind (weights, vocab, take-downs).
+"""MANIFEST.json: what makes a directory a version, of whatever kind (weights, vocab, take-downs, compiled engines).
 
     {"format": 1, "kind": "vocab", "version": "v3", "made_by": "widebeam 0.1.0",
      "files": {"items.safetensors": {"size": 1234, "sha256": "<64 hex digits>"}}, "requires"?: {"weights": ["v7"]}}
@@ -28,6 +28,9 @@ from app.errors import Rejected
 FILE = "MANIFEST.json"
 KINDS = ("weights", "vocab", "takedowns")
 Kind = Literal["weights", "vocab", "takedowns"]
+"""What a release is made of, each below ROOT/<kind>/."""
+AnyKind = Literal["weights", "vocab", "takedowns", "engine"]
+"""Those, and compiled engines, below ROOT/engines/."""
 CHUNK = 1 << 20
 MAX_MANIFEST = 16 << 20
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
@@ -45,7 +48,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The contents of MANIFEST.json. `requires` names versions or digests of other kinds that this one goes with."""
 
     format: Literal[1]
-    kind: Kind
+    kind: AnyKind
     version: str
     made_by: Annotated[str, Meta(max_length=1024)]
     files: dict[str, FileEntry]
@@ -78,17 +81,22 @@ def version_key(version: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
     return tuple((1, int(part), "") if part.isdigit() else (0, 0, part) for part in parts), version
 
 
-def versions(root: Path, kind: Kind) -> tuple[Found, ...]:
-    """The versions below ROOT/<kind>/, newest first. Strays (`.tmp-11`, `12.partial`, files) are not versions."""
+def home(root: Path, kind: AnyKind) -> Path:
+    """Where the versions of a kind lie."""
+    return root / ("engines" if kind == "engine" else kind)
+
+
+def versions(root: Path, kind: AnyKind) -> tuple[Found, ...]:
+    """The versions of a kind below a root, newest first. Strays (`.tmp-11`, `12.partial`, files) are not versions."""
     try:
-        entries = [entry for entry in os.scandir(root / kind) if is_version(entry.name) and entry.is_dir()]
+        entries = [entry for entry in os.scandir(home(root, kind)) if is_version(entry.name) and entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return ()
     found = [Found(entry.name, Path(entry.path), (Path(entry.path) / FILE).is_file()) for entry in entries]
     return tuple(sorted(found, key=lambda one: version_key(one.version), reverse=True))
 
 
-def read_manifest(directory: Path, kind: Kind) -> Manifest:
+def read_manifest(directory: Path, kind: AnyKind) -> Manifest:
     """Read a manifest and check everything about it but the files' digests.
 
     Raises Rejected(location = the file): an unreadable or malformed manifest, another kind or version than expected,
@@ -112,7 +120,7 @@ def read_manifest(directory: Path, kind: Kind) -> Manifest:
     return manifest
 
 
-def verify(directory: Path, kind: Kind, which: Callable[[str], bool] = lambda _: True) -> Manifest:
+def verify(directory: Path, kind: AnyKind, which: Callable[[str], bool] = lambda _: True) -> Manifest:
     """`read_manifest`, and the digests of its files. Raises Rejected("file_digest") with the file.
 
     which  whether a file is looked at here; others are hashed by whoever reads them
@@ -153,7 +161,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def make_manifest(
-    kind: Kind, version: str, files: Mapping[str, FileEntry], made_by: str, requires: Mapping[Kind, list[str]]
+    kind: AnyKind, version: str, files: Mapping[str, FileEntry], made_by: str, requires: Mapping[Kind, list[str]]
 ) -> Manifest:
     """A manifest for files that lie ready. Raises Rejected for a version or file name that cannot be used."""
     check_version(version)

@@ -13,13 +13,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from app.errors import Rejected
-from app.vocab.manifest import CHUNK, FILE, FileEntry, Kind, check_version, encode, make_manifest, versions
+from app.vocab.manifest import (
+    CHUNK,
+    FILE,
+    AnyKind,
+    FileEntry,
+    Kind,
+    check_version,
+    encode,
+    home,
+    make_manifest,
+    versions,
+)
 
 
 class Published(NamedTuple):
     """What a publication has made."""
 
-    kind: Kind
+    kind: AnyKind
     version: str
     digest: str
     directory: Path
@@ -53,7 +64,7 @@ class Draft:
             raise Rejected("file_unreadable", f"cannot be copied: {error.strerror}", location=name) from error
 
 
-def next_version(root: Path, kind: Kind) -> str:
+def next_version(root: Path, kind: AnyKind) -> str:
     """`v1`, or the newest version's name with its last number one higher (`v9` -> `v10`, `2024-06` -> `2024-07`)."""
     taken = {found.version for found in versions(root, kind)}
     newest = next((found.version for found in versions(root, kind)), "v0")
@@ -69,18 +80,19 @@ def _split(version: str) -> tuple[str, str]:
     return (head, version[len(head) :]) if head != version else (f"{version}-", "")
 
 
-def check_free(root: Path, kind: Kind, version: str) -> None:
+def check_free(root: Path, kind: AnyKind, version: str) -> None:
     """Raise Rejected for a name that cannot be a version, or that exists: versions are never overwritten."""
     check_version(version)
-    if os.path.lexists(root / kind / version):
-        raise Rejected("version_exists", "exists already; versions are never overwritten", location=f"{kind}/{version}")
+    if os.path.lexists(home(root, kind) / version):
+        place = f"{home(root, kind).name}/{version}"
+        raise Rejected("version_exists", "exists already; versions are never overwritten", location=place)
 
 
 @contextmanager
-def draft(root: Path, kind: Kind) -> Iterator[Draft]:
+def draft(root: Path, kind: AnyKind) -> Iterator[Draft]:
     """An empty hidden directory beside the versions; whatever is left of it at the end is removed."""
-    (root / kind).mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix=".tmp-", dir=root / kind))
+    home(root, kind).mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix=".tmp-", dir=home(root, kind)))
     directory.chmod(0o755)
     try:
         yield Draft(directory)
@@ -88,9 +100,9 @@ def draft(root: Path, kind: Kind) -> Iterator[Draft]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def commit(made: Draft, kind: Kind, version: str, made_by: str, requires: Mapping[Kind, list[str]]) -> Published:
+def commit(made: Draft, kind: AnyKind, version: str, made_by: str, requires: Mapping[Kind, list[str]]) -> Published:
     """Write the manifest and give the directory its name. Raises Rejected("version_exists")."""
-    home = made.directory.parent
+    folder = made.directory.parent
     manifest = make_manifest(kind, version, made.files, made_by, requires)
     with (made.directory / f"{FILE}.tmp").open("xb") as stream:
         stream.write(encode(manifest))
@@ -98,14 +110,14 @@ def commit(made: Draft, kind: Kind, version: str, made_by: str, requires: Mappin
         os.fsync(stream.fileno())
     (made.directory / f"{FILE}.tmp").rename(made.directory / FILE)
     _sync(made.directory)
-    check_free(home.parent, kind, version)
+    check_free(folder.parent, kind, version)
     try:
-        made.directory.rename(home / version)
+        made.directory.rename(folder / version)
     except OSError as error:
         message = f"cannot take its place: {error.strerror}"
-        raise Rejected("version_exists", message, location=f"{kind}/{version}") from error
-    _sync(home)
-    return Published(kind, version, manifest.digest, home / version)
+        raise Rejected("version_exists", message, location=f"{folder.name}/{version}") from error
+    _sync(folder)
+    return Published(kind, version, manifest.digest, folder / version)
 
 
 def _sync(directory: Path) -> None:
