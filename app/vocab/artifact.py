@@ -10,9 +10,10 @@ metadata     {"format": 1, "sizes": [C_1..C_L], "attributes": [names in order of
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,13 +21,15 @@ import numpy.typing as npt
 
 from app.errors import Rejected
 from app.vocab.arrays import from_bytes, to_bytes
-from app.vocab.items import MAX_ID, Column, Columns, Numbers, Strings, Table, Texts
+from app.vocab.findings import some, within
+from app.vocab.items import MAX_ID, Column, Ids, Numbers, Strings, Table, Texts
 from app.vocab.manifest import CHUNK, Kind, read_file, read_manifest
 from app.vocab.publish import Published, check_free, commit, draft
 from app.vocab.trie import check_codes
-from app.vocab.vocab import Vocab, make_vocab
+from app.vocab.vocab import Vocab, duplicates, make_vocab
 
 FILE = "items.safetensors"
+T = TypeVar("T")
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,8 +69,9 @@ def load_vocab(directory: Path, sizes: Sequence[int]) -> Vocab:
     """Read ROOT/vocab/<version>, verifying every byte while it is read once.
 
     sizes  C_1..C_L of the deployment
-    Raises Rejected (location = file, array or row): whatever `read_manifest` refuses, digests that do not match,
-    arrays that do not fit together, other sizes, codes out of range, items out of SID order, ids given twice.
+    Raises Rejected (location = file, and array or row in it; a finding a row, the first twenty of a kind): whatever
+    `read_manifest` refuses, digests that do not match, arrays that do not fit together, other sizes, codes out of
+    range, items out of SID order, ids given twice.
     """
     return _open(directory, tuple(sizes))
 
@@ -89,21 +93,43 @@ def _open(directory: Path, sizes: tuple[int, ...] | None) -> Vocab:
     if sizes is not None and metadata.sizes != sizes:
         message = f"made for sizes {list(metadata.sizes)}, the deployment has {list(sizes)}"
         raise Rejected("sizes_differ", message, location=FILE)
-    table = _table(arrays, metadata)
-    return make_vocab(table, metadata.sizes, version=manifest.version, digest=manifest.digest)
+    try:
+        return make_vocab(_table(arrays, metadata), metadata.sizes, version=manifest.version, digest=manifest.digest)
+    except Rejected as error:
+        raise Rejected.together(within(FILE, error)) from error
 
 
 def _table(arrays: dict[str, npt.NDArray[Any]], metadata: Metadata) -> Table:
+    """The table that arrays hold. Raises Rejected with what is wrong with any of them."""
     codes = _take(arrays, "sid", "i4", 2)
-    check_codes(codes, metadata.sizes)
     items = len(codes)
-    ids = _strings(arrays, "id", longest=MAX_ID)
-    if len(ids) != items:
-        raise _bad(f"{len(ids)} ids for {items} SIDs", "id.start")
-    columns: Columns = {name: _column(arrays, f"attr.{k}", items) for k, name in enumerate(metadata.attributes)}
-    if arrays or len(columns) != len(metadata.attributes):
-        raise _bad("arrays or attributes that nothing explains", ", ".join(sorted(arrays)) or "metadata")
+    found: list[Rejected] = []
+    _note(found, lambda: check_codes(codes, metadata.sizes))
+    ids = _note(found, lambda: _strings(arrays, "id", longest=MAX_ID))
+    if ids is not None and len(ids) != items:
+        found.append(_bad(f"{len(ids)} ids for {items} SIDs", "id.start"))
+    columns: dict[str, Column] = {}
+    for k, name in enumerate(metadata.attributes):
+        column = _note(found, partial(_column, arrays, f"attr.{k}", items))
+        if column is not None:
+            columns[name] = column
+    if not found and (arrays or len(columns) != len(metadata.attributes)):
+        found.append(_bad("arrays or attributes that nothing explains", ", ".join(sorted(arrays)) or "metadata"))
+    if found and ids is not None:
+        found += duplicates(Ids.build(ids))
+    if found or ids is None:
+        raise Rejected.together(found)
     return Table(ids, codes, columns)
+
+
+def _note(found: list[Rejected], call: Callable[[], T]) -> T | None:
+    """What a call gives; None where it is refused, and what it says is added."""
+    try:
+        return call()
+    except Rejected as error:
+        found += [error, *error.others]
+        error.others = ()
+        return None
 
 
 def _column(arrays: dict[str, npt.NDArray[Any]], name: str, items: int) -> Column:
@@ -128,8 +154,9 @@ def _strings(arrays: dict[str, npt.NDArray[Any]], name: str, longest: int | None
     if not len(start) or start[0] != 0 or start[-1] != len(text) or length.min(initial=0) < 0:
         raise _bad("bounds do not cover the text", f"{name}.start")
     if longest is not None and len(length) and (length.min() < 1 or length.max() > longest):
-        raise _bad(
-            f"an id has 1 to {longest} bytes", f"{name}.start: row {int(np.argmax((length < 1) | (length > longest)))}"
+        wrong = np.flatnonzero((length < 1) | (length > longest))
+        raise Rejected.together(
+            some(wrong, lambda row: _bad(f"an id has 1 to {longest} bytes", f"{name}.start: row {row}"))
         )
     strings = Strings(text, start)
     begins_inside = (text[start[:-1][length > 0]] & 0xC0) == 0x80
@@ -153,4 +180,4 @@ def _take(arrays: dict[str, npt.NDArray[Any]], name: str, dtype: str, dims: int)
 
 
 def _bad(message: str, name: str) -> Rejected:
-    return Rejected("arrays_invalid", message, location=f"{FILE}: {name}")
+    return Rejected("arrays_invalid", message, location=name)

@@ -131,14 +131,17 @@ class Ids:
 
     def duplicate(self) -> tuple[int, int] | None:
         """Two numbers of one id, lower first; None where all differ."""
+        return next(self.duplicates(), None)
+
+    def duplicates(self) -> Iterator[tuple[int, int]]:
+        """Every number whose id another one has, with the lowest of these in front."""
         equal = np.flatnonzero(self.hashes[1:] == self.hashes[:-1])
         seen: dict[bytes, int] = {}
         for place in np.union1d(equal, equal + 1).tolist():
             item = int(self.by_hash[place])
-            other = seen.setdefault(self.strings.raw(item), item)
-            if other != item:
-                return min(item, other), max(item, other)
-        return None
+            first = seen.setdefault(self.strings.raw(item), item)  # of one hash the lower number comes first
+            if first != item:
+                yield first, item
 
     def find(self, ids: Sequence[str]) -> npt.NDArray[np.int64]:
         """Item numbers [n] int64, -1 = unknown."""

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from app.errors import Rejected
+from app.vocab.findings import some
 
 Codes = npt.NDArray[np.int32]
 Index = npt.NDArray[Any]
@@ -106,16 +107,22 @@ def build_trie(codes: npt.ArrayLike, sizes: Sequence[int]) -> tuple[Trie, Index,
 
 
 def check_codes(table: npt.NDArray[Any], sizes: Sequence[int]) -> None:
-    """Raise Rejected for the first row that is no SID of these sizes."""
+    """Raise Rejected, with a finding a row and step, where rows are no SIDs of these sizes."""
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise Rejected("codes_shape", f"SIDs must be integers [items, {len(sizes)}], got {table.dtype} {table.shape}")
     if table.shape[1] != len(sizes):
         raise Rejected("sid_length", f"{table.shape[1]} codes an SID; the deployment has {len(sizes)} steps")
+    found: list[Rejected] = []
     for step, size in enumerate(sizes):
         column = table[:, step]
         if len(column) and (column.min() < 0 or column.max() >= size):
-            row = int(np.argmax((column < 0) | (column >= size)))
-            raise code_out_of_range(int(column[row]), step, size, f"row {row}")
+            found += some(np.flatnonzero((column < 0) | (column >= size)), partial(_out_of_range, column, step, size))
+    if found:
+        raise Rejected.together(found)
+
+
+def _out_of_range(column: npt.NDArray[Any], step: int, size: int, row: int) -> Rejected:
+    return code_out_of_range(int(column[row]), step, size, f"row {row}")
 
 
 def code_out_of_range(code: int, step: int, size: int, place: str) -> Rejected:

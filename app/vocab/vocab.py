@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from app.errors import Rejected
+from app.vocab.findings import MOST, some
 from app.vocab.items import Columns, Ids, Table, take_column
 from app.vocab.trie import Trie, build_trie
 
@@ -134,20 +137,33 @@ def arrange(table: Table, sizes: Sequence[int]) -> Table:
 def make_vocab(table: Table, sizes: Sequence[int], *, version: str = "", digest: str = "") -> Vocab:
     """A vocabulary from a table in item order (see `arrange`).
 
-    Raises Rejected (with the item's number as its row) for codes out of range, SIDs out of order, and ids given twice.
+    Raises Rejected for codes out of range, SIDs out of order and ids given twice: a finding an item, with its number
+    as its row.
     """
     trie, order, leaf_items = build_trie(table.codes, sizes)
-    wrong = np.flatnonzero(order != np.arange(len(order)))
-    if len(wrong):
-        raise Rejected("not_in_sid_order", "items are not in SID order", location=f"row {int(wrong[0])}")
     names = Ids.build(table.ids)
-    twice = names.duplicate()
-    if twice:
-        raise Rejected(
-            "duplicate_id", f"id {table.ids.get(twice[0])!r} is also in row {twice[0]}", location=f"row {twice[1]}"
-        )
+    found = [*_out_of_order(order), *duplicates(names)]
+    if found:
+        raise Rejected.together(found)
     leaf_of = _ranges(leaf_items[:-1], len(table.codes))
     parent = np.zeros(trie.nodes, leaf_items.dtype)
     parent[1:] = _ranges(trie.first[: trie.level_start[-2]], len(trie.code))
     attributes = dict(table.columns)
     return Vocab(version, digest, tuple(sizes), trie, table.codes, leaf_items, leaf_of, parent, names, attributes)
+
+
+def _out_of_order(order: npt.NDArray[Any]) -> list[Rejected]:
+    """Rows that another one should stand in the place of."""
+    wrong = np.flatnonzero(order != np.arange(len(order)))
+    return some(wrong, lambda row: Rejected("not_in_sid_order", "items are not in SID order", location=f"row {row}"))
+
+
+def duplicates(names: Ids) -> list[Rejected]:
+    """What to say of ids that are given twice."""
+
+    def say(pair: tuple[int, int]) -> Rejected:
+        first, second = pair
+        message = f"id {names.strings.get(first)!r} is also in row {first}"
+        return Rejected("duplicate_id", message, location=f"row {second}")
+
+    return some(sorted(islice(names.duplicates(), MOST + 1), key=itemgetter(1)), say)

@@ -180,6 +180,45 @@ def test_arrays_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
     assert place in (caught.value.location or "")
 
 
+def refused(root: Path, arrays: dict[str, np.ndarray], metadata: str = METADATA) -> list[tuple[str, str | None]]:
+    with draft(root, "vocab") as made:
+        made.write("items.safetensors", to_bytes(arrays, metadata))
+        directory = commit(made, "vocab", "v1", "test", {}).directory
+    with pytest.raises(Rejected) as caught:
+        load_vocab(directory, SIZES)
+    return [(one.code, one.location) for one in (caught.value, *caught.value.others)]
+
+
+def test_every_row_that_is_wrong_is_named_whatever_is_wrong_with_it(tmp_path: Path) -> None:
+    codes = np.array([[0, 1], [9, 1], [1, -1], [2, 0], [2, 8]], np.int32)
+    ids = Strings.of([b"a", b"b", b"a", b"c", b"b"])
+    column = {"attr.0.value": np.full(5, np.inf, np.float32), "attr.0.present": np.ones(5, bool)}
+    arrays = {"sid": codes, "id.text": ids.text, "id.start": ids.start, **column}
+    assert refused(tmp_path, arrays, METADATA.replace("[]", '["year"]')) == [
+        ("code_out_of_range", "items.safetensors: row 1"),
+        ("code_out_of_range", "items.safetensors: row 2"),
+        ("code_out_of_range", "items.safetensors: row 4"),
+        ("arrays_invalid", "items.safetensors: attr.0"),
+        ("duplicate_id", "items.safetensors: row 2"),
+        ("duplicate_id", "items.safetensors: row 4"),
+    ]
+    arrays = {"sid": codes[[3, 0, 0]], "id.text": ids.text[:3], "id.start": ids.start[:4]}
+    assert refused(tmp_path / "other", arrays) == [
+        ("not_in_sid_order", "items.safetensors: row 0"),
+        ("not_in_sid_order", "items.safetensors: row 1"),
+        ("not_in_sid_order", "items.safetensors: row 2"),
+        ("duplicate_id", "items.safetensors: row 2"),
+    ]
+
+
+def test_of_very_many_rows_the_first_twenty_are_named_and_that_there_are_more(tmp_path: Path) -> None:
+    ids = Strings.of([b"%d" % number for number in range(1000)])
+    arrays = {"sid": np.full((1000, 2), 99, np.int32), "id.text": ids.text, "id.start": ids.start}
+    found = refused(tmp_path, arrays)
+    assert found[:21] == [("code_out_of_range", f"items.safetensors: row {row}") for row in [*range(20), 19]]
+    assert len(found) == 42  # of each of the two steps
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_damaged_array_file_is_refused_or_still_well_formed(data: st.DataObject) -> None:
