@@ -5,7 +5,10 @@ The engine sees contexts, flat rows and an arena: no client's question, no selec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from app.config import Limits
 from app.core import Arena, Context, Contexts, HeadSpec, Inputs, InputSpec, Rows, StateSpec, StepOutput, WeightSpec
@@ -25,6 +28,8 @@ class Engine:
     unread         tensors of the artifact that the family leaves alone (`Family.ignored`)
     kernels        what computes: "cuda", "torch", or "torch: " and why
     slot           the memory of its parameters, which comes back when the engine has gone; None: memory of their own
+    first_step     the first step that `step` decodes: 2 where `encode` gives step 1's output
+    addresses      of the parameters: engines of one contract with equal ones compute with the same memory
     """
 
     def __init__(
@@ -44,6 +49,8 @@ class Engine:
         self.unread = unread
         self.kernels = in_force(device, dtype)
         self.slot = slot
+        self.first_step = 2 if family.first_from_encode else 1
+        self.addresses = tuple(parameter.data_ptr() for parameter in family.parameters())
 
     @property
     def contexts(self) -> tuple[type, ...]:
@@ -66,6 +73,10 @@ class Engine:
         """Decode step t of L for N rows; reads slots of steps before t and writes slots (t, 0..N-1) if t < L."""
         with torch.inference_mode():
             return self._family.step(t, rows, arena)
+
+    def constants(self) -> Mapping[str, Tensor]:
+        """Tensors that steps read beside parameters and arena, by name."""
+        return dict(self._family.named_buffers())
 
     def input_specs(self) -> tuple[InputSpec, ...]:
         """The inputs that `prepare` makes and `encode` takes."""

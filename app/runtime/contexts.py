@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from app.core import Contexts, Inputs, InputSpec, Ragged
+from app.ops.upload import upload
 
 
 def batch_inputs(specs: Sequence[InputSpec], inputs: Sequence[Inputs], device: torch.device) -> Contexts:
@@ -17,7 +18,7 @@ def batch_inputs(specs: Sequence[InputSpec], inputs: Sequence[Inputs], device: t
     for spec in specs:
         parts = [given[spec.name] for given in inputs if spec.name in given]
         counts = [len(given[spec.name]) if spec.name in given else 0 for given in inputs]
-        start = torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32)).to(device)
+        start = upload(torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32)), device)
         flat = torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, *spec.shape)
-        batch[spec.name] = Ragged(flat.to(device=device, dtype=spec.dtype), start)
+        batch[spec.name] = Ragged(upload(flat.to(spec.dtype), device), start)
     return batch

@@ -13,6 +13,7 @@ from torch import Tensor
 from app.config import RequestFields, UserField
 from app.core import Request
 from app.errors import InvalidRequest
+from app.ops.upload import upload
 from app.policies.plan import Asks
 
 MOST: Final = 1e30
@@ -69,7 +70,7 @@ class FieldTable:
         for row, fields in zip(table, given, strict=True):
             for key, value in fields.items():
                 row[self._at[key]] = value
-        self._table = torch.from_numpy(table).to(device)
+        self._table = upload(torch.from_numpy(table), device)
 
     def columns(self, uses: Collection[str], request: Tensor) -> dict[str, Tensor]:
         """Those of `uses` for rows of these requests [n]: `StepInputs.extra`, numbers float32 and conditions bool."""

@@ -96,6 +96,10 @@ class Metrics:
         for level in LEVELS:
             self.load_requests_total.labels(level)
         self.in_flight = Gauge("widebeam_in_flight", "Requests in a batch", registry=registry)
+        self.engine_eager_steps_total = Counter(
+            "widebeam_engine_eager_steps_total", "Decode steps on a GPU that no CUDA graph was there for",
+            registry=registry,
+        )  # fmt: skip
         self.bad_scores_total = Counter(
             "widebeam_bad_scores_total", "NaN or +inf in logits, expressions of policies, final lists", ["stage"],
             registry=registry,

@@ -101,6 +101,11 @@ class Runtime:
             self._log.error("not_ready", code=reason.code, message=reason.message, location=reason.location)
 
     async def _activate(self, snapshot: Snapshot, canaries: Sequence[Canary]) -> None:
+        try:
+            await asyncio.to_thread(self.allocate, snapshot)
+        except Rejected as error:
+            self._reasons = (Reason(error.code, error.message, error.location),)
+            return
         failed = await self.warm(snapshot, tuple(snapshot.policies.plans()))
         if failed:
             policy, why = next(iter(failed.items()))
@@ -203,8 +208,14 @@ class Runtime:
         self._pins.idle = idle
 
     def allocate(self, snapshot: Snapshot) -> None:
-        """Take the state memory of a contract before its first batch; in any thread. Raises Rejected("no_memory")."""
-        self._steps.prepare(snapshot)
+        """Take the state memory of a contract, and capture the decode steps of a weight slot, before their first batch;
+        in any one thread. Raises Rejected("no_memory" | "capture_failed")."""
+        taken = self._steps.prepare(snapshot)
+        if taken.graphs:
+            self._log.info(
+                "graphs_captured", snapshot=snapshot.id, graphs=taken.graphs, seconds=round(taken.seconds, 3),
+                bytes=taken.bytes,
+            )  # fmt: skip
 
     def forget(self, contract_id: str) -> None:
         """Give the state memory of a contract back that no snapshot uses any more."""

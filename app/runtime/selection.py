@@ -15,6 +15,7 @@ from app.core import StepOutput, Survivors
 from app.errors import Fault, WidebeamError
 from app.ops.selection import child_of, children_bits, one_read, pack, sanitise, select_logits, select_top
 from app.ops.trie import Children, children, contains, dense
+from app.ops.upload import upload, upload_ints
 from app.policies.plan import StepInputs, StepProgram, Structure
 from app.runtime.fields import FieldTable
 from app.runtime.job import Job, seed_of
@@ -26,14 +27,35 @@ BAD_SHARE = 0.01
 
 
 class StepResult(NamedTuple):
-    """survivors · bad_logits, bad_scores: totals of the step · broken: requests over BAD_SHARE · failed: requests whose
-    policy's program raised, and what; they have no survivors."""
+    """survivors · counts [2 R + 1] int64, for `judge`: bad logits of each request, its live rows, bad scores of all.
+    They stay on the device until the batch ends. failed: requests whose policy's program raised, and what; they have
+    no survivors."""
 
     survivors: Survivors
+    counts: Tensor
+    failed: Mapping[int, WidebeamError]
+
+
+class Verdict(NamedTuple):
+    """bad_logits, bad_scores: totals of a batch · broken: requests over BAD_SHARE, and the first step of each."""
+
     bad_logits: int
     bad_scores: int
-    broken: tuple[int, ...]
-    failed: Mapping[int, WidebeamError]
+    broken: Mapping[int, int]
+
+
+def judge(counts: Sequence[Tensor], sizes: Sequence[int]) -> Verdict:
+    """What the steps of a batch counted; sizes: C_1..C_L. Waits for the device, once."""
+    broken: dict[int, int] = {}
+    bad_logits, bad_scores = 0, 0
+    for t, (found, codes) in enumerate(zip(torch.stack(list(counts)).tolist(), sizes, strict=False), 1):
+        requests = len(found) // 2
+        wrong, alive = found[:requests], found[requests:-1]
+        bad_logits, bad_scores = bad_logits + sum(wrong), bad_scores + found[-1]
+        for request, (w, a) in enumerate(zip(wrong, alive, strict=True)):
+            if w > BAD_SHARE * codes * max(1, a):
+                broken.setdefault(request, t)
+    return Verdict(bad_logits, bad_scores, broken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +86,7 @@ class Selection:
         self._excluded = [_dead_keys([job.excluded for job in jobs], t, trie.nodes, device) for t in range(len(sizes))]
         self._seen = [_dead_keys([job.seen for job in jobs], t, trie.nodes, device) for t in range(len(sizes))]
         self._fields = FieldTable([job.fields for job in jobs], device)
-        self._seed = torch.tensor([seed_of(job.request) for job in jobs], dtype=torch.int64, device=device)
+        self._seed = upload_ints([seed_of(job.request) for job in jobs], torch.int64, device)
         self._carry: dict[int, Tensor] = {}  # of a request's rows, where its policy hands a number on
         self._failed: dict[int, WidebeamError] = {}
 
@@ -100,8 +122,7 @@ class Selection:
             parts.append((segment, survivors))
             bad_scores += wrong
         failed = {request: error for request, error in self._failed.items() if request not in before}
-        broken, bad_logits = self._broken(bad, state, output.logits.shape[1])
-        return StepResult(self._together(parts, keep), bad_logits, int(bad_scores), broken, failed)
+        return StepResult(self._together(parts, keep), self._counts(bad, state, bad_scores), failed)
 
     def _takes_logits(self, t: int, segment: _Segment, output: StepOutput, keep: Sequence[int]) -> bool:
         """Whether the survivors of a segment come from one read of the logits."""
@@ -188,7 +209,7 @@ class Selection:
             into = _spread(segment, out_start, keep, device)
             for mine, values in zip(whole[:-1], part[:-1], strict=True):
                 mine[into] = values
-            n_valid[torch.tensor(segment.requests, device=device)] = part.n_valid
+            n_valid[upload_ints(segment.requests, torch.int64, device)] = part.n_valid
         return whole
 
     def _segments(self, state: BatchState) -> list[_Segment]:
@@ -202,7 +223,7 @@ class Selection:
         rows: Tensor | None = None
         if sum(counts) != state.row_start[-1]:
             ranges = [np.arange(state.row_start[request], state.row_start[request + 1]) for request in requests]
-            rows = torch.from_numpy(np.concatenate(ranges)).to(self._device)
+            rows = upload(torch.from_numpy(np.concatenate(ranges)), self._device)
         return _Segment(self._jobs[requests[0]].plan.structure, tuple(requests), _starts(counts), rows)
 
     def _inputs(
@@ -260,18 +281,15 @@ class Selection:
     def _in_set(self, keys: Tensor, node: Tensor, request: Tensor) -> Tensor:
         return contains(keys, node, request, self._trie.nodes)
 
-    def _broken(self, bad: Tensor | None, state: BatchState, codes: int) -> tuple[tuple[int, ...], int]:
-        """Requests with too many bad logits, and how many bad ones live rows have; tombstones do not count."""
-        if bad is None:
-            return (), 0
-        bad = bad.masked_fill(state.score == -torch.inf, 0)
-        live = (state.score > -torch.inf).to(torch.int64)
-        counts = torch.zeros(2, len(self._jobs), dtype=torch.int64, device=self._device)
-        counts[0].index_add_(0, state.request, bad)
-        counts[1].index_add_(0, state.request, live)
-        wrong, alive = counts.cpu().tolist()
-        share = [w > BAD_SHARE * codes * max(1, a) for w, a in zip(wrong, alive, strict=True)]
-        return tuple(request for request, over in enumerate(share) if over), sum(wrong)
+    def _counts(self, bad: Tensor | None, state: BatchState, bad_scores: Tensor) -> Tensor:
+        """`StepResult.counts` from the bad logits of each row; tombstones do not count."""
+        requests = len(self._jobs)
+        counts = torch.zeros(2 * requests + 1, dtype=torch.int64, device=self._device)
+        if bad is not None:
+            counts.index_add_(0, state.request, bad.masked_fill(state.score == -torch.inf, 0))
+            counts[requests:-1].index_add_(0, state.request, (state.score > -torch.inf).to(torch.int64))
+        counts[-1:] += bad_scores
+        return counts
 
 
 def _by_structure(requests: Iterable[int], jobs: Sequence[Job]) -> dict[str, list[int]]:
@@ -287,7 +305,7 @@ def _table(values: Sequence[Sequence[float]], device: torch.device) -> Tensor:
     table = np.zeros((len(values), max(map(len, values))), np.float32)
     for row, given in zip(table, values, strict=True):
         row[: len(given)] = given
-    return torch.from_numpy(table).to(device)
+    return upload(torch.from_numpy(table), device)
 
 
 def _take(values: Tensor, rows: Tensor | None) -> Tensor:
@@ -301,17 +319,17 @@ def _starts(counts: Sequence[int]) -> tuple[int, ...]:
 def _numbered(segment: _Segment, device: torch.device) -> Tensor:
     """[n] int64: which of the segment's requests each row belongs to."""
     counts = np.diff(segment.row_start)
-    return torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device)
+    return upload(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), device)
 
 
 def _spread(segment: _Segment, out_start: Sequence[int], keep: Sequence[int], device: torch.device) -> Tensor:
     """Where a segment's survivors go in the flat batch: [sum of its keep] int64."""
     ranges = [np.arange(out_start[request], out_start[request] + keep[request]) for request in segment.requests]
-    return torch.from_numpy(np.concatenate(ranges)).to(device)
+    return upload(torch.from_numpy(np.concatenate(ranges)), device)
 
 
 def _dead_keys(sets: Sequence[DeadNodes | None], step: int, nodes: int, device: torch.device) -> Tensor:
     """The dead prefixes of a step of all requests as sorted keys request * nodes + node."""
     parts = [request * nodes + dead.nodes[step] for request, dead in enumerate(sets) if dead is not None]
     flat = np.concatenate(parts) if parts else np.empty(0, np.int64)
-    return torch.from_numpy(flat).to(device)
+    return upload(torch.from_numpy(flat), device)

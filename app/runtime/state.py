@@ -12,6 +12,7 @@ from torch import Tensor
 
 from app.core import Arena, Rows, StateSpec, Survivors
 from app.ops.transition import compact, extend_ancestry
+from app.ops.upload import upload, upload_ints
 
 
 class Transition(Protocol):
@@ -126,7 +127,7 @@ class BatchState:
         """What the engine decodes next."""
         ancestry, is_compact = self._transition.ancestry()
         codes = self.sids[:, -1] if self.sids.shape[1] else torch.zeros_like(self.order)
-        start = torch.tensor(self.row_start, dtype=torch.int32, device=self._device)
+        start = upload_ints(self.row_start, torch.int32, self._device)
         return Rows(codes.to(torch.int32), self.request.to(torch.int32), start, ancestry, is_compact, full)
 
     def advance(self, t: int, survivors: Survivors, row_start: Sequence[int]) -> None:
@@ -138,5 +139,5 @@ class BatchState:
         self.sids = torch.cat((self.sids.index_select(0, parent), code), dim=1)
         self.node, self.order, self.score = survivors.node, survivors.order, survivors.score
         counts = [stop - start for start, stop in pairwise(row_start)]
-        self.request = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(self._device)
+        self.request = upload(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), self._device)
         self.row_start = tuple(row_start)

@@ -4,28 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from app.core import Explanation, Ranked
+from app.core import Explanation, Ranked, Rows, StepOutput
+from app.engine.cuda_graphs import CudaRecorder
+from app.engine.engine import Engine
+from app.engine.graphs import Graphs, Recorder, Taken
 from app.errors import Expired, Fault, ModelOutput, WidebeamError
 from app.runtime.contexts import batch_inputs
 from app.runtime.explain import explain
 from app.runtime.final import rank_items
 from app.runtime.job import Batch, Job, Served
+from app.runtime.laps import Laps
 from app.runtime.metrics import Metrics
-from app.runtime.selection import Selection, StepResult
+from app.runtime.selection import Selection, judge
 from app.runtime.snapshot import Snapshot
-from app.runtime.state import TRANSITIONS, BatchState, Transition
+from app.runtime.state import TRANSITIONS, Ancestry, BatchState, Transition
+
+
+def cuda_graphs(engine: Engine) -> Recorder | None:
+    """How decode steps are captured: CUDA graphs where our kernels compute; None elsewhere."""
+    return CudaRecorder(engine.device) if engine.kernels == "cuda" else None
+
+
+class Lane(NamedTuple):
+    """The state memory of one contract, and the decode steps that are captured over it, if any are."""
+
+    transition: Transition
+    graphs: Graphs | None
 
 
 class StepLoop:
     """Drives batches from contexts to ranked items. Owns one arena a contract (one lane)."""
 
-    def __init__(self, clock: Callable[[], float], metrics: Metrics, transition: str = "ancestry") -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        metrics: Metrics,
+        transition: str = "ancestry",
+        recorder: Callable[[Engine], Recorder | None] = cuda_graphs,
+    ) -> None:
+        """recorder: of graphs for an engine's steps; None = they run as they are, as they always do under compaction:
+        its state moves from buffer to buffer."""
         self._clock, self._metrics = clock, metrics
-        self._transition = TRANSITIONS[transition]
-        self._lanes: dict[str, Transition] = {}
+        self._transition, self._recorder = TRANSITIONS[transition], recorder
+        self._lanes: dict[str, Lane] = {}
 
     def serve(self, batch: Batch) -> list[Served]:
         """Every job of the batch with its result or its error, once each; a bug of ours fails the jobs still open."""
@@ -43,30 +69,37 @@ class StepLoop:
         """The batch, step by step; jobs that leave early come first."""
         jobs, snapshot = batch.jobs, batch.snapshot
         engine, steps = snapshot.engine, len(snapshot.contract.steps)
-        began = self._clock()
-        state = BatchState(self._lane(snapshot), len(jobs), steps, engine.device)
+        began, laps = self._clock(), Laps(engine.device, self._clock)
+        laps.mark()
+        lane = self._lane(snapshot)
+        state = BatchState(lane.transition, len(jobs), steps, engine.device)
         selection = Selection(jobs, snapshot.trie, snapshot.contract.sizes, engine.device)
         contexts = batch_inputs(engine.input_specs(), [job.inputs for job in jobs], engine.device)
         output = engine.encode(contexts, state.arena)  # token models: step 1's output; others: None
-        encoded, left, widest = self._clock(), set[int](), 0
-        self._metrics.step_seconds.labels("context").observe(encoded - began)
+        laps.mark()
+        encoded, left, widest, counts = self._clock() - began, set[int](), 0, list[Tensor]()
         for t in range(1, steps + 1):  # each step with its own vocabulary, its own shapes
-            step_began = self._clock()
             if output is None:
-                output = engine.step(t, state.rows(full=selection.needs_full(t)), state.arena)
+                output = self._decode(lane, engine, t, state.rows(full=selection.needs_full(t)))
             gone = self._leaving(jobs, left)  # cancelled or late requests leave here, and only here
             keep = [0 if r in left or r in gone else job.planned[t] for r, job in enumerate(jobs)]
             found = selection.select(t, output, state, keep)  # exact top K in order T0, one launch a structure
             gone = {**found.failed, **gone}
             widest = max(widest, state.row_start[-1])
-            self._metrics.step_seconds.labels(str(t)).observe(self._clock() - step_began)
-            gone |= self._broken(t, found)
+            counts.append(found.counts)
             state.advance(t, found.survivors, (0, *accumulate(keep)))  # an index row a survivor, no K/V moves
+            laps.mark()
             yield from (self._end(jobs[r], error, began, encoded, widest) for r, error in gone.items())
             left |= gone.keys()
             output = None
             if len(left) == len(jobs):
-                return
+                break
+        broken = self._broken(counts, snapshot.contract.sizes)  # the first wait for the device
+        encoded = self._timed(laps)
+        yield from (self._end(jobs[r], error, began, encoded, widest) for r, error in broken.items() if r not in left)
+        left |= broken.keys()
+        if len(left) == len(jobs):
+            return
         items = rank_items(jobs, state, snapshot.vocab, steps)
         if bad := sum(one.bad for r, one in enumerate(items) if r not in left):
             self._metrics.bad_scores_total.labels("final").inc(bad)
@@ -81,37 +114,65 @@ class StepLoop:
             (self._metrics.deadline_missed_total if missed else self._metrics.cancelled_total).labels("step").inc()
         return gone
 
-    def _broken(self, t: int, found: StepResult) -> dict[int, WidebeamError]:
+    def _decode(self, lane: Lane, engine: Engine, t: int, rows: Rows) -> StepOutput:
+        """Step t by its graph, or as it is where there is none: nothing is captured here."""
+        output = lane.graphs.step(engine, t, rows) if lane.graphs else None
+        if output is None:
+            if engine.device.type == "cuda":
+                self._metrics.engine_eager_steps_total.inc()
+            output = engine.step(t, rows, lane.transition.arena)
+        return output
+
+    def _broken(self, counts: Sequence[Tensor], sizes: Sequence[int]) -> dict[int, WidebeamError]:
         """Requests that the model wrote too many bad numbers for; each fails alone, and its rows are not looked at."""
+        found = judge(counts, sizes)
         if found.bad_logits:
             self._metrics.bad_scores_total.labels("logits").inc(found.bad_logits)
         if found.bad_scores:
             self._metrics.bad_scores_total.labels("expression").inc(found.bad_scores)
-        message = f"more than 1 % of the logits of step {t} are NaN or infinite"
-        return {request: ModelOutput(message) for request in found.broken}
+        return {
+            request: ModelOutput(f"more than 1 % of the logits of step {t} are NaN or infinite")
+            for request, t in found.broken.items()
+        }
+
+    def _timed(self, laps: Laps) -> float:
+        """Note down how long the context and each step took; seconds of the context."""
+        context, *steps = laps.seconds()
+        for label, seconds in (("context", context), *((str(t), one) for t, one in enumerate(steps, 1))):
+            self._metrics.step_seconds.labels(label).observe(seconds)
+        return context
 
     def _end(self, job: Job, result: Ranked | WidebeamError, began: float, encoded: float, rows: int) -> Served:
-        return Served(job, result, began, 1e3 * (encoded - began), 1e3 * (self._clock() - encoded), rows)
+        """encoded: seconds of the context stage."""
+        return Served(job, result, began, 1e3 * encoded, 1e3 * (self._clock() - began - encoded), rows)
 
     def explain(self, job: Job, answer: Ranked) -> Explanation | WidebeamError:
         """How an answered job came to its answer. Between batches, and for clients that are still there."""
         try:
-            return job.ticket.gone(self._clock()) or explain(job, self._lane(job.snapshot), answer)
+            return job.ticket.gone(self._clock()) or explain(job, self._lane(job.snapshot).transition, answer)
         except Exception as error:  # noqa: BLE001  whatever broke: the loop lives on
             return Fault.of(error)
 
-    def prepare(self, snapshot: Snapshot) -> None:
-        """Allocate a contract's state memory before its first batch; any thread, once a contract."""
-        self._lane(snapshot)
+    def prepare(self, snapshot: Snapshot) -> Taken:
+        """Before a snapshot's first batch: a contract's state memory, once, and the graphs of its weights' slot, which
+        may be there already. In any one thread. Raises Rejected("no_memory" | "capture_failed")."""
+        graphs = self._lane(snapshot).graphs
+        taken = graphs.prepare(snapshot.engine) if graphs else Taken()
+        self._metrics.compiles_total.labels("background").inc(taken.graphs)
+        return taken
 
     def forget(self, contract_id: str) -> None:
         """Free a contract's state memory. Engine thread only, when no batch of that contract will come any more."""
         self._lanes.pop(contract_id, None)
 
-    def _lane(self, snapshot: Snapshot) -> Transition:
+    def _lane(self, snapshot: Snapshot) -> Lane:
         """This lane's state memory: allocated once a contract, at its first (warm-up) batch."""
-        lane = self._lanes.get(snapshot.contract.id)
+        contract, engine = snapshot.contract, snapshot.engine
+        lane = self._lanes.get(contract.id)
         if lane is None:
-            arena = snapshot.engine.new_arena(snapshot.contract.limits)
-            lane = self._lanes[snapshot.contract.id] = self._transition(arena, snapshot.contract.states)
+            arena = engine.new_arena(contract.limits)
+            recorder = self._recorder(engine) if self._transition is Ancestry else None
+            graphs = Graphs(arena, contract.limits, contract.sizes, engine.device, recorder) if recorder else None
+            lane = Lane(self._transition(arena, contract.states), graphs)
+            self._lanes[contract.id] = lane
         return lane

@@ -63,6 +63,8 @@ class Family(nn.Module):
     """L."""
     log_norm: bool = False
     """Whether `StepOutput.log_norm` is given (the model can emit more than the step's codes)."""
+    first_from_encode: bool = False
+    """Whether `encode` returns step 1's output, so that there is no `step` call for t = 1."""
 
     @classmethod
     @abstractmethod

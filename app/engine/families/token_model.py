@@ -31,6 +31,7 @@ class TokenModel(Family):
 
     contexts: ClassVar[tuple[type, ...]] = (History, TokenIds)
     log_norm = True
+    first_from_encode = True
 
     def __init__(
         self,

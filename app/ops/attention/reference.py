@@ -30,7 +30,8 @@ def context_attention(
     q          [N, H, D] float
     k, v       [R, positions, Hkv, D] float, the dtype of q; read where they lie, never gathered per row
     length     [R] int; request r has the keys k[r, :length[r]] (0 is allowed); what lies behind is never read
-    row_start  [R + 1] int, non-decreasing, row_start[0] = 0, row_start[R] = N; empty requests are allowed
+    row_start  [R + 1] int, non-decreasing, row_start[0] = 0; empty requests are allowed. Rows from row_start[R] on are
+               pad rows: what they get is not said
     bias       [H, positions] float or None; added to the scaled scores
     Returns out [N, H, D] (q's dtype) and lse [N, H] float32; 0 and -inf where a request has no context.
 
@@ -58,6 +59,8 @@ def context_attention(
             nothing = q.new_full((rows * count, h), float("-inf"), dtype=torch.float32)
             parts.append((q.new_zeros(rows * count, h, v.shape[3]), nothing))
         first += count
+    if rest := n - starts[-1]:  # pad rows
+        parts.append((q.new_zeros(rest, h, v.shape[3]), q.new_full((rest, h), float("-inf"), dtype=torch.float32)))
     if not parts:
         return q.new_empty(n, h, v.shape[3]), q.new_empty(n, h, dtype=torch.float32)
     return parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))

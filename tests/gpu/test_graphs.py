@@ -1,0 +1,205 @@
+"""Decode steps as CUDA graphs: the same answers, no wait between steps, fifty cutovers beside running batches."""
+
+from __future__ import annotations
+
+import gc
+import io
+import threading
+import time
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+from app.config import parse
+from app.core import Rows
+from app.engine.cuda_graphs import CudaRecorder
+from app.engine.graphs import Graphs, Shape
+from app.engine.registry import family
+from app.engine.slots import Slots
+from app.engine.weights import load
+from app.errors import Rejected
+from app.runtime import steps
+from app.runtime.job import Batch
+from app.runtime.loader import load_root
+from app.runtime.logs import make_log
+from app.runtime.metrics import Metrics
+from app.runtime.steps import StepLoop
+from tests import support
+from tests.engine import tiny
+from tests.gpu.alike import POLICIES, USERS, K, assert_alike, root_of
+from tests.gpu.test_families import LIMITS, WIDTHS, engine, write
+
+CUDA = torch.device("cuda")
+
+
+def static_rows(t, n=14, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    request = torch.arange(4).repeat_interleave(torch.tensor(WIDTHS))
+    if t == 1:
+        n, request = 4, torch.arange(4)
+    code = torch.randint(0, tiny.SIZES[t - 2], (n,), generator=generator) if t > 1 else torch.zeros(n)
+    start = torch.tensor([0, *request.bincount(minlength=4).cumsum(0).tolist()])
+    own = torch.stack([request, *[torch.arange(n)] * (t - 2)], 1)[:, : t - 1]
+    return Rows(*(x.to(CUDA, torch.int32) for x in (code, request, start, own)), False, True)
+
+
+def without_the_last(rows):
+    """A request less: 11 rows."""
+    codes, request, start, ancestry, *how = rows
+    return Rows(codes[:11], request[:11], start[:4], ancestry[:11], *how)
+
+
+@pytest.mark.parametrize("kind", ["onerec", "qwen2", "qwen3", "qwen3_5"])
+def test_a_replay_is_the_step_bit_for_bit(kind, tmp_path):
+    served = engine(kind, write(kind, tmp_path / "weights"), "bfloat16", "cuda")
+    arena, other = served.new_arena(LIMITS), served.new_arena(LIMITS)
+    graphs = Graphs(arena, LIMITS, tiny.SIZES, CUDA, CudaRecorder(CUDA))
+    taken = graphs.prepare(served)
+    assert taken.graphs > 20
+    generator = torch.Generator(CUDA).manual_seed(1)
+    for name, tensor in arena.items():
+        values = torch.randn(tensor.shape, generator=generator, device=CUDA) / 3
+        tensor.copy_(values if tensor.dtype.is_floating_point else torch.full(tensor.shape, 5, device=CUDA))
+        other[name].copy_(tensor)
+    for t in range(served.first_step, 4):
+        for seed in (3, 4):
+            rows = static_rows(t, seed=seed)
+            n = len(rows.codes)
+            found = graphs.step(served, t, rows)
+            logits, norm = found.logits.clone(), found.log_norm.clone() if served.log_norm else None
+            assert logits.isfinite().all()
+            shape = Shape(t, n, full=True)  # 14 and 4 rows are buckets
+            same = served.step(t, graphs._rows.view(shape), other)
+            assert torch.equal(logits, same.logits[:n])
+            assert norm is None or torch.equal(norm, same.log_norm[:n])
+            for spec in served.state_specs():
+                if spec.scope == "row" and t < 3:
+                    assert torch.equal(arena[spec.name][t - 1, :n], other[spec.name][t - 1, :n])
+            few = without_the_last(rows) if t > 1 else rows
+            padded = graphs.step(served, t, few).logits
+            torch.testing.assert_close(padded.float(), logits[: len(few.codes)].float(), rtol=0.03, atol=0.03)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    root = root_of(tmp_path_factory.mktemp("root"), "bfloat16")
+    deployment = msgspec.structs.replace(parse((root / "deployment.toml").read_text()), device="cuda")
+    loaded = load_root(root, deployment, make_log(io.BytesIO()))
+    assert loaded.reasons == ()
+    return root, deployment, loaded.snapshot
+
+
+def asked(deployment, snapshot):
+    pairs = [(user, policy) for user in USERS for policy in POLICIES]
+    return [
+        support.job_of(snapshot, deployment, user["history"][: 5 + 9 * n], policy=policy, k=K, request_id=f"r{n}")
+        for n, (user, policy) in enumerate(pairs)
+    ]
+
+
+def answers(loop, snapshot, jobs):
+    served = {end.job.request.request_id: end.result for end in loop.serve(Batch(tuple(jobs)))}
+    return {
+        name: [(snapshot.vocab.id(item), float(score)) for item, score in zip(one.items, one.scores, strict=True)]
+        for name, one in served.items()
+    }
+
+
+def counted(metrics, name, **labels):
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def test_answers_with_graphs_are_those_without_and_nothing_is_captured_on_the_way(world):
+    _, deployment, snapshot = world
+    jobs, metrics = asked(deployment, snapshot), Metrics()
+    loop, plain = StepLoop(time.monotonic, metrics), StepLoop(time.monotonic, Metrics(), recorder=lambda _: None)
+    taken = loop.prepare(snapshot)
+    assert counted(metrics, "widebeam_compiles_total", where="background") == taken.graphs > 0
+    found = answers(loop, snapshot, jobs)
+    assert_alike(found, answers(plain, snapshot, jobs), "bfloat16")
+    assert answers(loop, snapshot, jobs) == found
+    for n in range(1, len(jobs)):
+        answers(loop, snapshot, jobs[:n])
+    assert counted(metrics, "widebeam_engine_eager_steps_total") == 0
+    assert counted(metrics, "widebeam_compiles_total", where="background") == taken.graphs
+    assert counted(metrics, "widebeam_compiles_total", where="request") == 0
+    assert counted(metrics, "widebeam_step_seconds_count", step="1") == len(jobs) + 1
+
+
+def test_no_step_waits_for_the_device(world, monkeypatch):
+    _, deployment, snapshot = world
+    loop, right, waited = StepLoop(time.monotonic, Metrics()), steps.judge, []
+    loop.prepare(snapshot)
+    jobs = asked(deployment, snapshot)
+    expected = answers(loop, snapshot, jobs)
+
+    def judge(*counts):
+        torch.cuda.set_sync_debug_mode("default")
+        waited.append(1)
+        return right(*counts)
+
+    monkeypatch.setattr(steps, "judge", judge)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        served = loop.serve(Batch(tuple(jobs)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waited
+    for end in served:
+        assert [snapshot.vocab.id(item) for item in end.result.items] == [
+            item for item, _ in expected[end.job.request.request_id]
+        ]
+
+
+def test_fifty_cutovers_beside_running_batches_leave_the_memory_as_it_is(world):
+    root, deployment, snapshot = world
+    version, slots = next((root / "weights").glob("*/MANIFEST.json")).parent, Slots(3)
+    stop, wrong, done = threading.Event(), [], []
+    loop = StepLoop(time.monotonic, Metrics())
+
+    def loaded():
+        kind, sid = family(deployment.family), deployment.sid
+        made = load(version, kind, sid, deployment.limits, precision="bfloat16", device=CUDA, slots=slots)
+        return replace(snapshot, engine=made)
+
+    active = [loaded()]
+    loop.prepare(active[0])
+    expected = answers(loop, snapshot, asked(deployment, active[0]))
+
+    def serve():
+        while not stop.is_set():
+            now = active[0]
+            if answers(loop, now, asked(deployment, now)) != expected:
+                wrong.append(1)
+            done.append(1)
+            del now
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    used, captured = [], []
+    try:
+        for _ in range(50):
+            before = len(done)
+            while True:
+                try:
+                    fresh = loaded()
+                    break
+                except Rejected as error:
+                    assert error.code == "no_slot"
+                    time.sleep(0.001)
+            captured.append(loop.prepare(fresh).graphs)
+            active[0] = fresh
+            del fresh
+            while len(done) < before + 2:
+                time.sleep(0.0005)
+            free, total = torch.cuda.mem_get_info()
+            used.append(total - free)
+    finally:
+        stop.set()
+        thread.join()
+        gc.collect()
+    assert wrong == []
+    assert sum(map(bool, captured)) <= 2  # the other slots, once each
+    assert max(used[10:]) <= max(used[:10]) + 2**20, used
