@@ -24,7 +24,12 @@ request without anybody's fault (underfilled, no candidates) is a value of the a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
+
+MAX_MESSAGE: Final = 4000
+MAX_LOCATION: Final = 500
+"""Characters. What a file says may be quoted, and a file may say anything: reasons stay in memory, in the status and in
+the log."""
 
 
 class WidebeamError(Exception):
@@ -118,6 +123,7 @@ class Rejected(WidebeamError):
     """
 
     def __init__(self, code: str, message: str, *, location: str | None = None) -> None:
+        message, location = _clipped(message, MAX_MESSAGE), location and _clipped(location, MAX_LOCATION)
         super().__init__(message, path=location)
         self.code = code
         self.location = location
@@ -169,3 +175,7 @@ class Fault(WidebeamError):
         fault = cls(f"{type(error).__name__}: {error}")
         fault.__cause__ = error
         return fault
+
+
+def _clipped(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -138,9 +138,17 @@ class SameOrigin:
         host = media.header(headers, b"host")
         origin = media.header(headers, b"origin")
         site = media.header(headers, b"sec-fetch-site")
-        if origin and urlsplit(origin).netloc != host:
+        if origin and _host_of(origin) != host:
             return False
         return _names_an_address(host) and site in {"", "same-origin", "none"}
+
+
+def _host_of(origin: str) -> str | None:
+    """Host and port of an Origin header; None where it has none (`null`, and what no browser writes)."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
 
 
 def _names_an_address(host: str) -> bool:

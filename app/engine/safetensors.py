@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -21,8 +22,11 @@ import torch
 
 from app.errors import Rejected
 
-MAX_HEADER = 100 << 20
-"""Bytes; the limit of the format's own library."""
+MAX_HEADER: Final = 4 << 20
+"""Bytes: some 40,000 tensors. The format's own library takes 100 MB, but whoever parses holds the interpreter, seconds
+for that much, and requests would wait. More tensors go into several files."""
+MAX_DIMENSIONS: Final = 64
+"""As torch has them."""
 CHUNK: Final = 4 << 20
 """Bytes that are read, hashed and looked at while they are in the processor's cache."""
 Bytes = npt.NDArray[np.uint8]
@@ -125,10 +129,10 @@ class Reader:
             length = int.from_bytes(first[: self._fill(first)], "little")
             if total < 10:
                 raise _bad(file, f"{total} bytes are no safetensors file", code="truncated")
-            if length > MAX_HEADER:
-                raise _bad(file, f"not a safetensors file (header length {length})")
             if 8 + length > total:
                 raise _bad(file, f"the header says {length} bytes, the file has {total}", code="truncated")
+            if length > MAX_HEADER:
+                raise _bad(file, f"a header of {length} bytes; {MAX_HEADER} are possible")
             text = memoryview(bytearray(length))
             header = json.loads(bytes(text[: self._fill(text)]).decode("utf-8"), object_pairs_hook=_unique)
         except OSError as error:
@@ -155,19 +159,19 @@ def _bad(file: Path, message: str, *, code: str = "bad_safetensors") -> Rejected
 def _unique(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` is named twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"`{next(name for name, count in counts.items() if count > 1)}` is named twice")
     return table
 
 
 def _natural(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def _entry(file: Path, name: str, value: object, data: int) -> Entry:
     match value:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if (
-            all(map(_natural, shape)) and _natural(begin) and _natural(end)
+            len(shape) <= MAX_DIMENSIONS and all(map(_natural, shape)) and _natural(begin) and _natural(end)
         ):
             pass
         case _:

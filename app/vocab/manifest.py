@@ -87,13 +87,22 @@ def home(root: Path, kind: AnyKind) -> Path:
 
 
 def versions(root: Path, kind: AnyKind) -> tuple[Found, ...]:
-    """The versions of a kind below a root, newest first. Strays (`.tmp-11`, `12.partial`, files) are not versions."""
+    """The versions of a kind below a root, newest first. Strays (`.tmp-11`, `12.partial`, files) are not versions, and
+    neither is what nobody can say the kind of (a link to itself)."""
     try:
-        entries = [entry for entry in os.scandir(home(root, kind)) if is_version(entry.name) and entry.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
+        paths = [path for path in home(root, kind).iterdir() if is_version(path.name)]
+    except OSError:
         return ()
-    found = [Found(entry.name, Path(entry.path), (Path(entry.path) / FILE).is_file()) for entry in entries]
+    found = [Found(path.name, path, _tells((path / FILE).is_file)) for path in paths if _tells(path.is_dir)]
     return tuple(sorted(found, key=lambda one: version_key(one.version), reverse=True))
+
+
+def _tells(look: Callable[[], bool]) -> bool:
+    """What a look at a path finds; False where it cannot be looked at."""
+    try:
+        return look()
+    except OSError:
+        return False
 
 
 def read_manifest(directory: Path, kind: AnyKind) -> Manifest:

@@ -78,6 +78,7 @@ async def test_without_tokens_only_this_machines_own_pages_are_answered():
         ):
             assert await status(host=host) == 403, host
         assert await status(host=own, origin="http://evil.example") == 403
-        assert await status(host=own, origin="null") == 403
+        for origin in ("null", "http://[::1", "http://[x]", "//", "http://\xbd"):
+            assert await status(host=own, origin=origin) == 403, origin
         assert await status(host=own, sec_fetch_site="cross-site") == 403
         assert await status(host=own, sec_fetch_site="same-site") == 403  # another port of this machine

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import time
 
 import pytest
 import torch
@@ -70,6 +71,37 @@ def test_each_way_to_be_malformed_has_its_error(header, data, code, message, tmp
 def test_a_header_that_is_no_json_is_refused(raw, tmp_path):
     with pytest.raises(Rejected, match="the header is no JSON object"):
         read_header(write(tmp_path, None, raw=raw))
+
+
+HUGE = 10**4300 - 1
+LIES = {
+    "a place with more digits than Python writes": {"a": tensor(HUGE, HUGE, (0,))},
+    "a size with more digits than Python writes": {"a": tensor(0, HUGE, (HUGE,), "I8")},
+    "a dimension above 63 bits": {"a": tensor(0, 0, (0, 2**63))},
+    "thousands of dimensions": {"a": tensor(0, 8, [10**4000] * 5000)},
+    "a dtype of a megabyte": {"a": tensor(dtype="F" * 1_000_000)},
+    "a name of a megabyte": {"a" * 1_000_000: tensor()},
+    "a name that comes again, the last of very many": None,
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_lies_of_any_size_are_refused_at_once_and_in_few_words(what, tmp_path):
+    again = b"{%s}" % b",".join(b'"%d":1' % number for number in (*range(200_000), 199_999))
+    file = write(tmp_path, LIES[what], b"0" * 4, raw=again if LIES[what] is None else None)
+    began = time.process_time()
+    with pytest.raises(Rejected) as caught:
+        read_header(file)
+    assert time.process_time() - began < 5  # some took hours, and held the interpreter all the while
+    assert caught.value.code in {"bad_safetensors", "truncated"}
+    assert len(str(caught.value)) < 5000
+
+
+def test_a_header_that_would_stop_the_interpreter_is_refused_unread(tmp_path):
+    with pytest.raises(Rejected, match="a header of 4194305 bytes"):
+        read_header(write(tmp_path, None, raw=b" " * (4 << 20) + b"{"))
+    with pytest.raises(Rejected, match="the header is no JSON object"):
+        read_header(write(tmp_path, None, raw=b" " * ((4 << 20) - 1) + b"{"))
 
 
 @settings(max_examples=60, deadline=None)

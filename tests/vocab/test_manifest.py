@@ -149,6 +149,14 @@ def test_strays_are_no_versions(tmp_path: Path) -> None:
     assert versions(tmp_path, "weights") == ()
 
 
+def test_what_cannot_be_looked_into_hides_no_other_version(tmp_path: Path) -> None:
+    (tmp_path / "vocab" / "9").mkdir(parents=True)
+    (tmp_path / "vocab" / "10").symlink_to("10")  # a link to itself: nobody can say what it is
+    assert [one.version for one in versions(tmp_path, "vocab")] == ["9"]
+    (tmp_path / "weights").symlink_to("weights")
+    assert versions(tmp_path, "weights") == ()
+
+
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../v1", "/etc", "a/b", "v1\n", ".v1", "é", "v1.partial", "x" * 129, "-x"]
 )
