@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +24,13 @@ from app.runtime.overlay import Overlay, overlay
 from app.runtime.policy_updates import PolicyUpdates
 from app.runtime.preparing import NoSlot, Refused, Want
 from app.runtime.residents import Resident
+from app.runtime.retries import Retries
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
 from app.runtime.stage import HEAVY, IN_MEMORY, Stage
 from app.runtime.states import State
 from app.runtime.status import Reason
-from app.runtime.survey import Candidate, Survey, read_overlay, survey
+from app.runtime.survey import DEPLOYMENT, Candidate, Survey, read_overlay, survey
 from app.vocab.manifest import Kind, verify
 
 PERIOD_S: Final = 5.0
@@ -61,6 +63,7 @@ class ArtifactUpdates:
         self._settled = ("", 0)
         self._refused: dict[tuple[Kind, str], str] = {}
         self._apart: dict[tuple[str, str], bool] = {}
+        self._retries = Retries(time.monotonic)
         self._overlay = Overlay(deployment)
         self._said = self._overlay.document()
         self.stage = Stage(root, runtime, policies, self._background, composing, compose, ledger, Contracts(root, log))
@@ -97,6 +100,7 @@ class ArtifactUpdates:
         while True:
             seen = await self._still_survey()
             await self._look(seen)
+            self._try_again(seen)
             generation = self._policies.generation
             if generation != self._settled[1]:  # what did not go with the policies may go with them now
                 self._apart = {pair: why for pair, why in self._apart.items() if not why}
@@ -143,6 +147,14 @@ class ArtifactUpdates:
         except Rejected as error:
             self._set_apart(want, error)
 
+    def _try_again(self, seen: Survey) -> None:
+        """What was refused for a reason that may have passed counts as new."""
+        for what in self._retries.due():
+            self._settled = ("", 0)
+            if what == DEPLOYMENT:
+                self._look_at_overlay(seen)
+            self._refused = {known: why for known, why in self._refused.items() if known != what}
+
     def _wanted(self, seen: Survey, ask: Ask) -> Want | None:
         """The set that should serve, of what can be used now; None where nothing that is asked for can."""
         if seen.problem is not None:
@@ -174,15 +186,18 @@ class ArtifactUpdates:
         """Bring ledger, overlay and refusals up to a survey."""
         known, self._survey = self._survey, seen
         if known is None or known.deployment != seen.deployment:
+            self._retries.forget(DEPLOYMENT)
             self._look_at_overlay(seen)
         for kind in HEAVY:
             there = {one.version: one for one in seen.candidates[kind]}
             before = {one.version: one for one in known.candidates[kind]} if known else {}
             for version, one in there.items():
                 if version not in before or before[version].fingerprint != one.fingerprint:
+                    self._retries.forget((kind, version))
                     await self._look_at(kind, one, first=known is None)
             for version in set(self._ledger.versions(kind)) - set(there):
                 self._refused.pop((kind, version), None)
+                self._retries.forget((kind, version))
                 if self._ledger.state(kind, version) not in IN_MEMORY:
                     self._ledger.forget(kind, version)
 
@@ -203,6 +218,8 @@ class ArtifactUpdates:
             return
         if first and state is State.REJECTED:
             self._refused[kind, one.version] = one.fingerprint
+            reason = self._ledger.reason(kind, one.version)
+            self._retries.refused((kind, one.version), reason.code if reason else "")
         if self._refused.get((kind, one.version)) == one.fingerprint:
             return
         self._refused.pop((kind, one.version), None)
@@ -245,7 +262,8 @@ class ArtifactUpdates:
                 self._ledger.move(kind, version, State.WAITING, reason=Reason("requires", why))
 
     def _refuse(self, kind: Kind, version: str, error: Rejected) -> None:
-        """A version is bad until its files change."""
+        """A version is bad until its files change, or what was wrong may have passed."""
+        self._retries.refused((kind, version), error.code)
         seen = self._survey
         found = next((one for one in seen.candidates[kind] if one.version == version), None) if seen else None
         self._refused[kind, version] = found.fingerprint if found else ""
@@ -260,6 +278,7 @@ class ArtifactUpdates:
         if self._is_about_overlay(want):
             running = self.stage.serving.deployment if self.stage.serving else self._deployment
             self._overlay = Overlay(running, self._overlay.restart, error)
+            self._retries.refused(DEPLOYMENT, error.code)
             self._say_overlay()
             self._log.error("deployment_rejected", code=error.code, message=error.message, location=error.location)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
 from app.runtime.operations import Operations
 from app.runtime.policy_updates import SHOWN, PolicyUpdates
+from app.runtime.retries import Retries, passing
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
 from app.runtime.stage import HEAVY
@@ -85,13 +87,15 @@ class Live:
             group.create_task(follow("kill", self._follow_kill))
 
     async def _become_ready(self, load: Callable[[], Loaded]) -> None:
-        tried = ""
+        tried, retries = "", Retries(time.monotonic)
         while True:
             now = await self._background.run(self._fingerprint)
-            if now != tried:
+            if now != tried or retries.due():
                 tried = now
                 await self._runtime.start(load, self._background)
                 self._adopt()
+                loaded = self._runtime.loaded
+                retries.refused("start", passing(loaded.reasons, loaded.artifacts) if loaded else "")
             if self._runtime.active is not None:
                 return
             with suppress(TimeoutError):
@@ -243,7 +247,7 @@ class Live:
         return {
             **document,
             "epoch": self.epoch,
-            "artifacts": self._ledger.documents(),
+            "artifacts": [*self._ledger.documents(), *self._runtime.engines()],
             "snapshots": self._artifacts.stage.documents(),
             "desired": self._artifacts.desired(),
             "deployment": self._artifacts.overlay(),
