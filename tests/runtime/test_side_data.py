@@ -158,19 +158,22 @@ class SideOracle(Oracle):
             by = {n: item["attrs"].get(plan.by[5:], math.nan) for n, item in enumerate(CATALOGUE)}
         pairs = expand(of, plan.per_sid, [CATALOGUE.index(one) for one in self.excluded()], by)
         rows, chosen = [at for at, _ in pairs], [CATALOGUE[n] for _, n in pairs]
+        numbers = np.array([n for _, n in pairs], np.int64)
+        seen = np.zeros(len(pairs), bool)
+        extra, labels = self.columns_of_items(chosen), {"item.category": GENRES, "item.genre": GENRES}
+        items_ = Listed(parent[rows], numbers, prefixes[rows].astype(np.int32), seen, extra, labels)
+        ranked = final_list(plan.resolved["final"], items_, plan.limit)
+        return [(chosen[at]["id"], score) for at, score in ranked][: self.job.request.k]
+
+    def columns_of_items(self, chosen: list[dict]) -> dict[str, np.ndarray]:
         made = [columns([item], [item]) for item in chosen]
-        extra: dict[str, np.ndarray] = {
+        return {
             "item.fresh": np.array([one["attr.fresh"] for one in made], np.float32),
             "item.cold": np.array([one["attr.cold"] for one in made], bool),
             "item.category": np.array([one["attr.category"] for one in made], np.int64),
             "blocked.ads": np.array([one["blocked.ads"] for one in made], bool),
             "boosted.dark": np.array([one["boosted.dark"] for one in made], bool),
         }
-        numbers = np.array([n for _, n in pairs], np.int64)
-        seen = np.zeros(len(pairs), bool)
-        items_ = Listed(parent[rows], numbers, prefixes[rows].astype(np.int32), seen, extra, {"item.category": GENRES})
-        ranked = final_list(plan.resolved["final"], items_, plan.limit)
-        return [(chosen[at]["id"], score) for at, score in ranked][: self.job.request.k]
 
     def excluded(self) -> list[dict]:
         return [item for item in CATALOGUE if item["id"] in self.job.request.exclude]
