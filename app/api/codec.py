@@ -12,7 +12,7 @@ from msgspec import UNSET, Raw, Struct
 
 from app.api import media
 from app.api.errors import MalformedBody
-from app.api.wire import Body
+from app.api.wire import Body, Fact
 from app.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def _decoded(decode: Callable[[bytes], T], parse: Callable[[bytes], Raw], data: 
         return decode(data)
     except msgspec.ValidationError as error:  # before its parent DecodeError
         message, _, place = str(error).partition(" - at `")
-        path = place.rstrip("`") if place.startswith("$") else "$"
+        path = _named(place.removeprefix("key` in `").rstrip("`") or "$", data, codec)
         field = _FIELD.search(message)
         wrong = InvalidRequest(message, path=f"{path}.{field[1]}" if field else path)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
@@ -90,6 +90,27 @@ def _decoded(decode: Callable[[bytes], T], parse: Callable[[bytes], Raw], data: 
     except (msgspec.DecodeError, RecursionError) as error:
         raise MalformedBody(f"the body is not {codec}: {error}") from None
     raise wrong
+
+
+_FACTS: Final[Mapping[str, object]] = {"$.user": float, "$.ctx": Fact}
+
+
+def _named(path: str, data: bytes, codec: str) -> str:
+    """The path of a fault with the name of the entry in it, which msgspec leaves out: `$.user[...]`."""
+    table, inside, _ = path.partition("[...]")
+    if not inside or table not in _FACTS:
+        return path
+    read = msgspec.json.decode if codec == "JSON" else msgspec.msgpack.decode
+    try:
+        entries = read(read(data, type=dict[str, Raw])[table.removeprefix("$.")], type=dict[str, Raw])
+    except msgspec.DecodeError:  # another key is no text: the path without a name will do
+        return path
+    for name, value in entries.items():
+        try:
+            read(value, type=_FACTS[table])
+        except msgspec.DecodeError:
+            return f"{table}.{name}"
+    return path
 
 
 def count_pairs(value: Struct | dict[str, object]) -> int:

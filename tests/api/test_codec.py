@@ -37,6 +37,11 @@ def test_an_error_names_the_place(kind):
         ({**GOLDEN, "context": {"history": ["a", 1]}}, "$.context.history[1]"),
         ({**GOLDEN, "context": {"histori": []}}, "$.context.histori"),
         ({"context": {"history": []}}, "$.k"),
+        ({**GOLDEN, "user": {"a": 1, "b": "2"}}, "$.user.b"),
+        ({**GOLDEN, "user": {"a": 1, "": 2}}, "$.user"),
+        ({**GOLDEN, "user": {"a": True}, "ctx": 3}, "$.user.a"),
+        ({**GOLDEN, "ctx": {"a": "x", "b": "x" * 5000}}, "$.ctx.b"),
+        ({**GOLDEN, "ctx": {"a": "x", "b": None}}, "$.ctx.b"),
         ([], "$"),
     ):
         with pytest.raises(InvalidRequest) as found:
