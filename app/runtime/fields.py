@@ -43,7 +43,7 @@ def _number(given: float | None, name: str, policy: str, declared: UserField | N
         return field.default
     low, high = _range(field)
     if not low <= given <= high:  # false for NaN, too
-        raise InvalidRequest(f"{name} is {given:g}; {low:g} to {high:g} are possible", path=path)
+        raise InvalidRequest(f"{name} is {given:.12g}; {low:.12g} to {high:.12g} are possible", path=path)
     return given
 
 
