@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from app.cli.deployment import read_deployment
 from app.cli.output import JsonFlag, print_json, say
 from app.config import Precision
+from app.core import Contract
 from app.engine.registry import family
 from app.errors import BadDeployment, Rejected
 from app.policies.plugins import installed
@@ -91,10 +93,18 @@ def check(
     raise typer.Exit(1 if report.errors else 0)
 
 
+def contract_on_gpu(root: Path, weights: str | None, precision: Precision | None) -> Contract:
+    """The contract that a server of a root has on a GPU, wherever this runs. Raises Rejected, BadDeployment."""
+    return _made(root, weights, precision, on_gpu=True).contract
+
+
 def _made(
-    root: Path, weights: str | None, precision: Precision | None, *, anew: bool = False, store: bool = True
-) -> Made:
+    root: Path, weights: str | None, precision: Precision | None, *, anew: bool = False, store: bool = True,
+    on_gpu: bool = False,
+) -> Made:  # fmt: skip
     deployment = read_deployment(root)
+    if on_gpu:
+        deployment = msgspec.structs.replace(deployment, device="cuda")
     if weights is None:
         chosen = wishes(root, root / deployment.server.state_dir, "weights").found
     else:

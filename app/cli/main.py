@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "weights": Entry("weights:app", "Publish model weights into a deployment root."),
     "vocab": Entry("vocab:app", "Import, build, inspect and compare catalogues."),
     "contract": Entry("contract:app", "Make, show and check the contract of a deployment root."),
+    "engine": Entry("engine:app", "Compile a deployment's kernels beforehand."),
     "snapshot": Entry("snapshot:app", "Look at a running server's snapshots, promote, roll back."),
     "policy": Entry("policy:app", "Check and explain selection policies."),
     "bench": Entry("bench:app", "Load a server, or reproduce a measurement of this project."),

@@ -7,12 +7,14 @@ answers carry, at most `MAX_POLICIES` of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from app.core import Level
 from app.policies.names import LEVELS
@@ -167,6 +169,10 @@ class Metrics:
         for level in LEVELS:
             self.load_level.labels(level).set_function(partial(_is_at, read, level))
 
+    def kernel_compilations(self, read: Callable[[], int]) -> None:
+        """Count modules of kernels that were compiled: read when somebody asks for the metrics."""
+        self.registry.register(_Compilations(read))
+
     def policies(self, live: Mapping[str, str], stale: Mapping[str, float]) -> None:
         """Replace the series by policy: content ids of those in force, and seconds of those that are stale."""
         self.policy_live_info.clear()
@@ -238,3 +244,15 @@ def _is_at(read: Callable[[], Reading], level: Level) -> float:
 
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+
+
+class _Compilations(Collector):
+    """A counter that somebody else keeps."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """See `Collector`."""
+        text = "Modules of CUDA kernels that this process has compiled, or found in CuPy's cache of compiled ones"
+        yield CounterMetricFamily("widebeam_kernel_compilations", text, value=self._read())

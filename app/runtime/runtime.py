@@ -21,6 +21,7 @@ from app.runtime.background import Background
 from app.runtime.batcher import Batcher
 from app.runtime.canary import canary_jobs
 from app.runtime.cutover import BESIDE_S, Cutover, Cutovers
+from app.runtime.engines import Engines
 from app.runtime.expectations import Canary, Requests, differs
 from app.runtime.explainer import Explainer
 from app.runtime.exposure import exposures, with_files
@@ -53,6 +54,7 @@ class Runtime:
         recorder: Recorder | None = None,
         wall: Callable[[], float] = utc_seconds,
         threads: int | None = None,
+        engines: Engines | None = None,
     ) -> None:
         """clock: monotonic seconds · wall: unix seconds, for ramps of experiments only · threads: see `EngineThread`
 
@@ -61,7 +63,7 @@ class Runtime:
         self._deployment, self._metrics, self._log, self._clock = deployment, metrics, log, clock
         self._admission = Admission(deployment, wall)
         self._recorder, self._wall = recorder or Tallies(metrics, log, clock), wall
-        self._pins = Pins()
+        self._pins, self._engines = Pins(), engines
         self.swapped: Callable[[Snapshot], None] = lambda _: None
         self._steps = StepLoop(clock, metrics, transition)
         self._thread = EngineThread(self._steps, threads)
@@ -209,7 +211,9 @@ class Runtime:
 
     def allocate(self, snapshot: Snapshot) -> None:
         """Take the state memory of a contract, and capture the decode steps of a weight slot, before their first batch;
-        in any one thread. Raises Rejected("no_memory" | "capture_failed")."""
+        kernels come first. In any one thread. Raises Rejected("no_memory" | "capture_failed")."""
+        if self._engines is not None:
+            self._engines.prepare(snapshot.contract, snapshot.engine.device)
         taken = self._steps.prepare(snapshot)
         if taken.graphs:
             self._log.info(
@@ -389,6 +393,10 @@ class Runtime:
         facts = Facts(None, "", ctx, user)
         return explain(active.policies.traffic, experiment, unit, facts, self._wall(), active.killed)
 
+    def engines(self) -> list[dict[str, object]]:
+        """The compiled engines among the status's `artifacts`."""
+        return self._engines.documents() if self._engines else []
+
     def status(self) -> dict[str, object]:
         """See `front.Front`."""
         active, reasons = self._pins.active, self.reasons()
@@ -400,7 +408,8 @@ class Runtime:
             "device": loaded.device if loaded else self._deployment.device,
             "kernels": active.engine.kernels if active else None,
             "active": _active(active) if active else None,
-            "artifacts": [artifact.document() for artifact in loaded.artifacts] if loaded else [],
+            "engine": self._engines.document() if self._engines else None,
+            "artifacts": [*([artifact.document() for artifact in loaded.artifacts] if loaded else []), *self.engines()],
             "policies": in_force.document(loaded.in_force, self._clock()) if loaded and loaded.in_force else {},
             "experiments": self._experiments(active) if active else {},
             "queue": {

@@ -70,9 +70,9 @@ def limits(device: int) -> tuple[bool, int]:
 class Defines(NamedTuple):
     """What each part of `chunk.cu` is compiled with."""
 
-    scan: dict[str, int]
-    tail: dict[str, int]
-    search: dict[str, int]
+    scan: dict[str, Any]
+    tail: dict[str, Any]
+    search: dict[str, Any]
 
 
 def defines(kind: int, score: int, norm: int, shape: Geometry, *, mask: bool, whole: bool) -> Defines:

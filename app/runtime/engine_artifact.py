@@ -1,0 +1,246 @@
+"""A compiled engine on the disk (RecoGEM 4): engines/<id>/ with MANIFEST.json, engine.json and one cubin a module.
+
+engine.json says what the engine was made for and with (`Identity`), and which file is which module. The id is made from
+that, so that another torch, another driver's compiler or another contract is another engine. Cubins are NVIDIA's files,
+as NVRTC writes them; nothing here is in a format of our own. There is no part for torch.compile: the engine does not
+use it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+import torch
+
+from app.core import Contract
+from app.engine.graphs import buckets, most_rows
+from app.errors import Rejected
+from app.ops import nvrtc
+from app.ops.builds import GPUS, Needs, needed, sources
+from app.ops.cuda import Build
+from app.vocab.manifest import read_file, read_manifest
+from app.vocab.publish import Published, check_free, commit, draft
+
+FILE: Final = "engine.json"
+NONE: Final = "none"
+"""The version of what is not installed."""
+_CUPY: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+
+
+class Step(msgspec.Struct, frozen=True):
+    """The shapes of one step: codes, survivors a request at most, and the numbers of rows that its graphs have."""
+
+    step: int
+    codes: int
+    width: int
+    rows: tuple[int, ...]
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What an engine was made for and with.
+
+    contract: its id · arch: "sm_90" · versions: of torch, triton, cupy and nvrtc, "none" where there is none
+    sources: SHA-256 of each kernel source · plan: the shapes of each step
+    """
+
+    contract: str
+    arch: str
+    versions: Mapping[str, str]
+    sources: Mapping[str, str]
+    plan: tuple[Step, ...]
+
+    @property
+    def id(self) -> str:
+        """The name of the engine: 12 hex digits of the SHA-256 over all of this as canonical JSON."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:12]
+
+    def differences(self, here: Identity) -> Iterator[tuple[str, str]]:
+        """Every field in which this is not `here`, with both values."""
+        yield from _differences("", msgspec.to_builtins(self), msgspec.to_builtins(here))
+
+
+class Module(msgspec.Struct, frozen=True):
+    """One cubin: the file, its source, definitions, and the architecture where it is not the engine's."""
+
+    file: str
+    source: str
+    define: Mapping[str, int]
+    arch: str = ""
+
+
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The contents of engine.json."""
+
+    format: Literal[1]
+    made_for: Identity
+    modules: tuple[Module, ...]
+
+
+class Engine(NamedTuple):
+    """What a deployment needs on an architecture: its identity here and now, and the modules."""
+
+    identity: Identity
+    builds: tuple[Build, ...]
+
+
+def of_contract(contract: Contract, arch: str) -> Engine:
+    """What a contract needs. Raises Rejected("unknown_arch")."""
+    if arch not in GPUS:
+        known = ", ".join(GPUS)
+        raise Rejected("unknown_arch", f"no kernels are made for {arch}; known: {known}", location="arch")
+    builds = needed(_needs(contract), arch)
+    digests = {_name(one): hashlib.sha256(one.read_bytes()).hexdigest() for one in sources(builds)}
+    return Engine(Identity(contract.id, arch, versions(), digests, _plan(contract)), builds)
+
+
+def versions() -> dict[str, str]:
+    """What this process would compile and launch with."""
+    try:
+        compiler = nvrtc.version()
+    except nvrtc.Missing:
+        compiler = NONE
+    return {"torch": str(torch.__version__), "triton": _version("triton"), "cupy": _version(*_CUPY), "nvrtc": compiler}
+
+
+def build(root: Path, engine: Engine, made_by: str, threads: int = 1) -> Published:
+    """Compile every module and publish ROOT/engines/<id>. Raises Rejected("version_exists" | "compile_failed" |
+    "no_nvrtc")."""
+    name = engine.identity.id
+    check_free(root, "engine", name)
+    with draft(root, "engine") as made, ThreadPoolExecutor(threads) as pool:
+        compiled = pool.map(lambda one: _compiled(one, engine.identity.arch), engine.builds)
+        modules = []
+        for one, cubin in zip(engine.builds, compiled, strict=True):
+            module = _module(one)
+            made.write(module.file, [cubin])
+            modules.append(module)
+        text = msgspec.json.encode(Description(1, engine.identity, tuple(modules)), order="deterministic")
+        made.write(FILE, [msgspec.json.format(text, indent=1) + b"\n"])
+        return commit(made, "engine", name, made_by, {})
+
+
+def read(directory: Path) -> Description:
+    """What an engine says of itself; engine.json is verified, the cubins are not read. Raises Rejected."""
+    manifest = read_manifest(directory, "engine")
+    if FILE not in manifest.files:
+        raise Rejected("file_missing", "an engine holds this file", location=FILE)
+    try:
+        found = msgspec.json.decode(read_file(directory, FILE, manifest.files[FILE]), type=Description)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Rejected("engine_invalid", f"is no description of an engine: {error}", location=FILE) from error
+    if found.made_for.id != directory.name:
+        message = f"what it was made for makes the id {found.made_for.id}, not {directory.name}"
+        raise Rejected("engine_invalid", message, location=FILE)
+    return found
+
+
+def check(found: Description, here: Engine) -> None:
+    """Raise Rejected("engine_mismatch") for an engine that is not the one for here, with a finding a difference."""
+    differences = [
+        Rejected("engine_mismatch", message, location=f"{FILE}: made_for.{field}")
+        for field, message in found.made_for.differences(here.identity)
+    ]
+    if not differences and {one.file for one in found.modules} != {_module(one).file for one in here.builds}:
+        message = f"{len(found.modules)} modules, not the {len(here.builds)} that are needed here"
+        differences = [Rejected("engine_mismatch", message, location=f"{FILE}: modules")]
+    if differences:
+        raise Rejected.together(differences)
+
+
+def cubins(directory: Path, builds: Iterable[Build]) -> dict[Build, bytes]:
+    """The cubins of builds, every byte verified while it is read. Raises Rejected with the file."""
+    entries = read_manifest(directory, "engine").files
+    found = {}
+    for one in builds:
+        file = _module(one).file
+        if file not in entries:
+            raise Rejected("file_missing", "not listed in the manifest", location=file)
+        found[one] = bytes(read_file(directory, file, entries[file]))
+    return found
+
+
+def _needs(contract: Contract) -> Needs:
+    """From what the contract carries: a row's state of two dims is heads of a prefix, a request's of three in float32
+    a delta rule's. Where it is something else, a module is made that nobody asks for."""
+    kept = [spec for spec in contract.states if spec.dtype.itemsize == 2]
+    dtype = torch.float16 if contract.precision == "float16" else torch.bfloat16
+    heads = {s.shape[1] for s in kept if s.scope == "row" and len(s.shape) == 2 and s.dtype == dtype}
+    delta = {
+        (s.shape[1], s.shape[2])
+        for s in contract.states
+        if s.scope == "request" and len(s.shape) == 3 and s.dtype == torch.float32
+    }
+    return Needs(
+        dtype=torch.float32 if contract.precision == "float32" else dtype,
+        heads=frozenset(d for d in heads if d % 8 == 0 and d <= 256),
+        delta=frozenset((k, v) for k, v in delta if k in {128, 256} and v % 128 == 0),
+        sizes=contract.sizes,
+        width=max(contract.limits.widths),
+        batch=contract.limits.batch,
+    )
+
+
+def _plan(contract: Contract) -> tuple[Step, ...]:
+    most = most_rows(contract.limits, contract.sizes)
+    return tuple(
+        Step(one.t, one.codes, one.width, tuple(buckets(rows))) for one, rows in zip(contract.steps, most, strict=True)
+    )
+
+
+def _compiled(one: Build, arch: str) -> bytes:
+    try:
+        return one.compiled(arch)
+    except nvrtc.Missing as error:
+        raise Rejected("no_nvrtc", str(error)) from error
+    except nvrtc.CompileError as error:
+        raise Rejected("compile_failed", str(error)[:2000], location=f"{one.name} {dict(one.define)}") from error
+
+
+def _module(one: Build) -> Module:
+    """The file of a build: named by source and definitions, so that the same build has the same name everywhere."""
+    key = hashlib.sha256(repr((one.name, one.define, one.arch)).encode()).hexdigest()[:12]
+    return Module(f"{one.name.replace('/', '-').removesuffix('.cu')}-{key}.cubin", one.name, dict(one.define), one.arch)
+
+
+def _name(source: Path) -> str:
+    return f"{source.parent.name}/{source.name}"
+
+
+def _version(*names: str) -> str:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return NONE
+
+
+def _differences(place: str, made: object, here: object) -> Iterator[tuple[str, str]]:
+    if isinstance(made, dict) and isinstance(here, dict):
+        for key in sorted(made.keys() | here.keys()):
+            yield from _differences(f"{place}.{key}" if place else key, made.get(key, NONE), here.get(key, NONE))
+    elif made != here:
+        yield place, f"made for {_short(made)}, here it is {_short(here)}"
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def shown(found: Description) -> Sequence[tuple[str, object]]:
+    """Lines for people."""
+    made = found.made_for
+    return (
+        ("contract", made.contract),
+        ("architecture", made.arch),
+        *made.versions.items(),
+        ("modules", len(found.modules)),
+        *((f"rows of step {one.step}", f"{len(one.rows)} sizes up to {max(one.rows)}") for one in made.plan),
+    )
