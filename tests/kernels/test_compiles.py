@@ -56,3 +56,12 @@ def test_a_kernel_compiles_for_every_architecture(source, arch):
 def test_a_source_that_is_wrong_fails_with_the_compilers_words():
     with pytest.raises(CompileError, match=r"identifier .* is undefined"):
         compile_source('extern "C" __global__ void f() { g(); }', ("-arch=sm_90",))
+
+
+def test_a_build_is_compiled_to_a_binary_as_an_engine_holds_it():
+    source = REPOSITORY / "app" / "ops" / "trie" / "kernel.cu"
+    one, again = (cuda.Build.of(source, WIDE=1).compiled("sm_90") for _ in range(2))
+    assert one == again
+    assert one[:4] == b"\x7fELF"
+    with pytest.raises(CompileError, match="gpu-architecture"):
+        cuda.Build.of(source, WIDE=1).compiled("sm_1")

@@ -1,0 +1,147 @@
+"""What is made beforehand is all that launches ask for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.ops import cuda, selection, trie
+from app.ops.attention import launch as attention_launch
+from app.ops.builds import GPUS, Needs, needed, sources
+from app.ops.cuda import Build, Kernel
+from app.ops.gdn import around
+from app.ops.gdn import launch as gdn_launch
+from app.ops.selection import launch, radix
+from app.ops.selection.geometry import requests as requests_of
+
+SIZES, WIDTH, BATCH = (64, 300, 8192), 512, 48
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """The builds that launches ask for, on a GPU that there is not; its architecture is the key "arch"."""
+    found: list[Build] = []
+
+    def load(source, name, device, *, memory=0, arch="", **define):
+        found.append(Build.of(source, arch, **define))
+        return Kernel(None, 0, memory)
+
+    seen = SimpleNamespace(builds=found, arch="sm_90")
+
+    def limits(_):
+        gpu = GPUS[seen.arch]
+        return gpu.clusters, gpu.block
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "load", load)
+        patch.setattr(cuda, "unfit", lambda _: None)
+        patch.setattr(Kernel, "launch", lambda *_: None)
+        patch.setattr(launch, "limits", limits)
+        patch.setattr(radix, "limits", limits)
+        patch.setattr(launch, "follow", lambda *_: None)
+        yield seen
+
+
+def missing(asked, dtype, **changes):
+    """The builds that were asked for since the last time, and not made beforehand."""
+    same = {"heads": frozenset({64}), "delta": frozenset(), "sizes": SIZES, "width": WIDTH, "batch": BATCH}
+    made = needed(Needs(dtype, **{**same, **changes}), asked.arch)
+    found = set(asked.builds) - set(made)
+    assert asked.builds
+    asked.builds.clear()
+    return found
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    arch=st.sampled_from(sorted(GPUS)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    requests=st.integers(1, BATCH),
+    widest=st.integers(1, WIDTH),
+    keep=st.integers(1, WIDTH),
+    codes=st.sampled_from(SIZES),
+    normalize=st.sampled_from(["step", "valid", "none", "given"]),
+    masked=st.booleans(),
+)
+def test_selection_from_logits_asks_for_nothing_else(
+    asked, arch, dtype, requests, widest, keep, codes, normalize, masked
+):
+    asked.arch = arch
+    starts = [0, widest, *range(widest + 1, widest + requests)]
+    n = starts[-1]
+    logits = torch.empty(n, codes, dtype=dtype)
+    if not selection.one_read(logits, starts, [keep] * requests):
+        return
+    mask = torch.empty(n, (codes + 31) // 32 * 4, dtype=torch.uint8) if masked else None
+    selection.select_logits(
+        logits, torch.empty(n), torch.empty(n, dtype=torch.int64), starts, [keep] * requests, normalize=normalize,
+        mask=mask, norm=torch.empty(n) if normalize == "given" else None,
+    )  # fmt: skip
+    assert missing(asked, dtype) == set()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    arch=st.sampled_from(sorted(GPUS)),
+    requests=st.integers(1, BATCH),
+    widest=st.integers(1, WIDTH),
+    keep=st.integers(1, WIDTH),
+    columns=st.integers(1, max(SIZES)),
+)
+def test_selection_from_ranks_asks_for_nothing_else_whatever_the_number_of_candidates(
+    asked, arch, requests, widest, keep, columns
+):
+    asked.arch = arch
+    starts = [0, widest, *range(widest + 1, widest + requests)]
+    rank = torch.empty(starts[-1], columns)
+    order = torch.empty(starts[-1], dtype=torch.int64)
+    selection.select_top(rank, torch.empty(0), order, columns, starts, [keep] * requests)
+    assert missing(asked, torch.bfloat16) == set()
+    of = requests_of(starts, [keep] * requests, rank.device)
+    radix.select(rank, order, of)
+    assert missing(asked, torch.bfloat16) == set()
+
+
+@pytest.mark.parametrize("wide", [torch.int32, torch.int64])
+def test_tries_ask_for_nothing_else(asked, wide):
+    first, code, node = torch.tensor([0, 1, 2], dtype=wide), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0])
+    trie.children(first, code, node, 2)
+    trie.dense(first, code, node, 2, 64)
+    trie.contains(torch.tensor([1]), node.view(1, 1), node, 3)
+    selection.child_of(first, code, node, node, 2)
+    selection.children_bits(first, code, node, 2, 64, dead=torch.empty(0, dtype=torch.int64), request=node, nodes=3)
+    selection.pack(None, torch.ones(1, 64, dtype=torch.bool), 64)
+    assert missing(asked, torch.bfloat16) == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("positions", [1, 3, 8])
+def test_prefixes_ask_for_nothing_else(asked, dtype, positions):
+    attention_launch._shape.cache_clear()
+    for compact in (False, True):
+        attention_launch._shape(torch.device("cuda:0"), 64, 4, positions, bf16=dtype == torch.bfloat16, compact=compact)
+    attention_launch._shape.cache_clear()
+    assert missing(asked, dtype) == set()
+
+
+@pytest.mark.parametrize("arch", sorted(GPUS))
+@pytest.mark.parametrize("k", [128, 256])
+def test_replays_ask_for_nothing_else(asked, monkeypatch, arch, k):
+    about = SimpleNamespace(shared_memory_per_multiprocessor=GPUS[arch].processor, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
+    asked.arch = arch
+    for out32 in (False, True):
+        gdn_launch._compiled.__wrapped__(torch.device("cuda:0"), k, 256, bf16=True, out32=out32, wgmma=arch == "sm_90")
+    for size in (2, 3, 4):
+        around._kernel("window_convolution", torch.empty(1, dtype=torch.bfloat16), size)
+    assert missing(asked, torch.bfloat16, delta=frozenset({(k, 256)})) == set()
+
+
+def test_every_build_names_a_source_that_is_there():
+    made = needed(Needs(torch.float16, frozenset({8, 64}), frozenset({(128, 128)}), SIZES, WIDTH, BATCH), "sm_90")
+    assert all(source.is_file() for source in sources(made))
+    assert len(set(made)) == len(made)
