@@ -28,7 +28,7 @@ from app.runtime.desired import Chosen, Option, choose, usable, wishes
 from app.runtime.expectations import Canary, read_canary
 from app.runtime.in_force import InForce, compiler, renew
 from app.runtime.logs import Log
-from app.runtime.reading import Weights, model_files, read_vocab, read_weights
+from app.runtime.reading import Weights, model_files, read_fitting_vocab, read_weights
 from app.runtime.snapshot import ArtifactRef, DeviceTrie, Policies, Snapshot, snapshot_id
 from app.runtime.state_dir import load_last_good
 from app.runtime.states import State
@@ -147,7 +147,7 @@ class _Gate:
                 continue
             if unread := weights.engine.unread:
                 self._log.info("tensors_unread", version=one.version, tensors=len(unread), one_of_them=unread[0])
-            vocab = self._load("vocab", other, words, lambda path: read_vocab(path, deployment.sid.sizes))
+            vocab = self._load("vocab", other, words, lambda path: read_fitting_vocab(path, deployment, device))
             if vocab is None:
                 continue
             try:

@@ -1,19 +1,34 @@
-"""Whether a weights version fits beside what is loaded, known before a byte of it is read."""
+"""Whether a version fits beside what is loaded, known before more of it than its headers is read."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from app.config import Deployment
+from app.engine.safetensors import read_header
 from app.engine.weights import read_entries, resolve_precision
 from app.errors import Rejected
+from app.vocab.aggregates import sizes
+from app.vocab.artifact import FILE
+from app.vocab.vocab import Vocab
 
 SPARE: Final = 64 << 20
 """Bytes that stay free."""
+_PER_NODE: Final = 12
+"""Of the trie on the host: first child, code and parent of a node."""
+_PER_ITEM: Final = 20
+"""Hash (8), place by hash, leaf, and the leaf's first item."""
+_TRIE: Final = 8
+"""Of a node on the device: first child and code."""
+_SORTING: Final = 24
+"""Of an item while SIDs and hashes are sorted."""
+_JOINING: Final = 16
+"""Of an item and of a node while columns are joined: a float64 and a count."""
 
 
 def needed(directory: Path, deployment: Deployment, device: torch.device) -> int:
@@ -26,6 +41,17 @@ def needed(directory: Path, deployment: Deployment, device: torch.device) -> int
     return size * sum(numbers)
 
 
+def catalogue_needed(items: int, nodes: int, file: int, deployment: Deployment) -> tuple[int, int]:
+    """Bytes of a catalogue with its declared columns: on the host while it is made, and on the engine's device.
+
+    items, nodes: how many it has, nodes at most · file: bytes of its table, 0 where that is in memory
+    """
+    columns, copied = sizes(deployment, items, nodes)
+    kept = file + (_PER_NODE * nodes + _PER_ITEM * items if file else 0) + columns
+    beside = max(_SORTING * items if file else 0, _JOINING * (items + nodes) if columns else 0)
+    return kept + beside, (_TRIE * nodes if file else 0) + copied
+
+
 def free(device: torch.device) -> int | None:
     """Bytes that can still be taken on a device; None where nobody says."""
     if device.type == "cuda":
@@ -35,11 +61,45 @@ def free(device: torch.device) -> int | None:
 
 
 def check_fits(directory: Path, deployment: Deployment, device: torch.device, reused: int = 0) -> None:
-    """Raise Rejected("no_memory") where a version would not fit. reused: bytes of free slots, which it gets first."""
-    want, have = max(0, needed(directory, deployment, device) - reused), free(device)
+    """Raise Rejected("no_memory") where weights would not fit. reused: bytes of free slots, which they get first."""
+    _check(max(0, needed(directory, deployment, device) - reused), device)
+
+
+def check_vocab_fits(directory: Path, deployment: Deployment, device: torch.device) -> None:
+    """Raise Rejected("no_memory") where a catalogue and its declared columns would not fit, on the host or on the
+    device; what else is wrong with its file is left to whoever reads it."""
+    file = directory / FILE
+    try:
+        shape, size = read_header(file)["sid"].shape, file.stat().st_size
+    except (Rejected, KeyError, OSError):
+        return
+    items = shape[0] if shape else 0
+    _check_catalogue(items, _most_nodes(items, deployment.sid.sizes), size, deployment, device)
+
+
+def check_columns_fit(vocab: Vocab, deployment: Deployment, device: torch.device) -> None:
+    """The same for the declared columns of a catalogue in memory."""
+    _check_catalogue(len(vocab), vocab.trie.nodes, 0, deployment, device)
+
+
+def _check_catalogue(items: int, nodes: int, file: int, deployment: Deployment, device: torch.device) -> None:
+    host, copied = catalogue_needed(items, nodes, file, deployment)
+    _check(host, torch.device("cpu"))
+    if device.type != "cpu":
+        _check(copied, device)
+
+
+def _check(want: int, device: torch.device) -> None:
+    have = free(device)
     if have is not None and want and want + SPARE > have:
         message = f"{want >> 20} MiB are needed beside what is loaded, {have >> 20} MiB are free"
         raise Rejected("no_memory", message)
+
+
+def _most_nodes(items: int, codes: Sequence[int]) -> int:
+    """As many as a trie of so many items can have."""
+    widest = [math.prod(codes[:depth]) for depth in range(len(codes) + 1)]
+    return sum(min(items, width) for width in widest)
 
 
 def _machine() -> int | None:

@@ -15,13 +15,14 @@ from app.runtime.background import Background
 from app.runtime.contracts import Contracts
 from app.runtime.desired import Option
 from app.runtime.loader import Parts, bind
-from app.runtime.memory import check_fits
-from app.runtime.reading import Weights, read_vocab, read_weights
+from app.runtime.memory import check_columns_fit
+from app.runtime.reading import Weights, again, read_fitting_vocab, read_weights
 from app.runtime.residents import Resident
 from app.runtime.snapshot import Snapshot
 from app.runtime.states import State
 from app.vocab.aggregates import tables
 from app.vocab.manifest import Kind, read_manifest
+from app.vocab.vocab import Vocab
 
 
 class Digested(Protocol):
@@ -86,14 +87,7 @@ class Preparation:
         """Load what no resident has, and bind it. Raises Refused for a version, Rejected where two do not fit,
         NoSlot where weights have nowhere to go yet."""
         residents = tuple(residents)
-        weights = _weights(want, residents)
-        if weights is None:
-            if self._slots.full:
-                raise NoSlot("every weight slot is in use; requests on older versions have to end first")
-            weights = await self._load("weights", want.weights, lambda path: self._read_weights(path, want.deployment))
-        vocab = next((one.snapshot.vocab for one in residents if one.vocab.digest == want.vocab.digest), None)
-        if vocab is None:
-            vocab = await self._load("vocab", want.vocab, lambda path: read_vocab(path, want.deployment.sid.sizes))
+        weights, vocab = await self._weights(want, residents), await self._vocab(want, residents)
         for kind, option in want.options:
             self._moved(kind, option, State.VALIDATING)
         known = _same_catalogue(want, residents)
@@ -101,9 +95,35 @@ class Preparation:
             lambda: bind(want.deployment, weights, want.weights, vocab, want.vocab, known)
         )
 
-    def _read_weights(self, directory: Path, deployment: Deployment) -> Weights:
-        check_fits(directory, deployment, self._device, self._slots.free_bytes)
-        return read_weights(directory, deployment, self._device, self._contracts, self._slots)
+    async def _weights(self, want: Want, residents: tuple[Resident, ...]) -> Weights:
+        """Those of a resident that was loaded for the same limits and precision, else from the disk."""
+        deployment, contracts = want.deployment, self._contracts
+        known = _loaded(want, residents)
+        if known is None:
+            if self._slots.full:
+                raise NoSlot("every weight slot is in use; requests on older versions have to end first")
+            return await self._load(
+                "weights",
+                want.weights,
+                lambda path: read_weights(path, deployment, self._device, contracts, self._slots),
+            )
+        weights = Weights(known.snapshot.engine, known.snapshot.contract)
+        if known.deployment == deployment:
+            return weights
+        return await self._load("weights", want.weights, lambda path: again(weights, path, deployment, contracts))
+
+    async def _vocab(self, want: Want, residents: tuple[Resident, ...]) -> Vocab:
+        """That of a resident, where there is room for the columns that it would be given, else from the disk."""
+        deployment, device = want.deployment, self._device
+        vocab = next((one.snapshot.vocab for one in residents if one.vocab.digest == want.vocab.digest), None)
+        if vocab is None:
+            return await self._load("vocab", want.vocab, lambda path: read_fitting_vocab(path, deployment, device))
+        if _same_catalogue(want, residents) is None:
+            try:
+                check_columns_fit(vocab, deployment, device)
+            except Rejected as error:
+                raise Refused("vocab", want.vocab.version, error) from error
+        return vocab
 
     async def _load(self, kind: Kind, option: Option, read: Callable[[Path], T]) -> T:
         """The manifest first, then the content, which is hashed while it is read. Raises Refused."""
@@ -119,13 +139,16 @@ class Preparation:
         return found
 
 
-def _weights(want: Want, residents: Iterable[Resident]) -> Weights | None:
-    """The same weights, loaded for the same overlay."""
-    mine = want.weights.digest, want.deployment
-    for one in residents:
-        if (one.weights.digest, one.deployment) == mine:
-            return Weights(one.snapshot.engine, one.snapshot.contract)
-    return None
+def _loaded(want: Want, residents: Iterable[Resident]) -> Resident | None:
+    """The same weights, loaded for an overlay that says the same of them; just that overlay first."""
+    limits, precision = want.deployment.limits, want.deployment.precision
+    found = [
+        one
+        for one in residents
+        if one.weights.digest == want.weights.digest
+        and (one.deployment.limits, one.deployment.precision) == (limits, precision)
+    ]
+    return min(found, key=lambda one: one.deployment != want.deployment, default=None)
 
 
 def _same_catalogue(want: Want, residents: Iterable[Resident]) -> Snapshot | None:

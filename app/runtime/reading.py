@@ -19,6 +19,7 @@ from app.engine.weights import load as load_weights
 from app.engine.weights import read_entries, resolve_precision
 from app.errors import Rejected
 from app.runtime.contracts import Contracts
+from app.runtime.memory import check_fits, check_vocab_fits
 from app.vocab import artifact
 from app.vocab.manifest import verify
 from app.vocab.vocab import Vocab
@@ -50,6 +51,7 @@ def read_weights(
     sha256 = {name: entry.sha256 for name, entry in manifest.files.items() if _is_streamed(name)}
     kind, precision = family(deployment.family), deployment.precision
     try:
+        check_fits(directory, deployment, device, slots.free_bytes if slots else 0)
         contract = contracts.of(kind, model_files(directory), deployment, resolve_precision(precision, device))
         engine = load_weights(
             directory, kind, deployment.sid, deployment.limits,
@@ -60,6 +62,18 @@ def read_weights(
             verify(directory, "weights")
         raise
     return Weights(engine, contract, manifest.digest)
+
+
+def again(known: Weights, directory: Path, deployment: Deployment, contracts: Contracts) -> Weights:
+    """Weights in memory under another overlay, which asks for the same limits and precision. Raises Rejected.
+
+    directory: where they came from; it must still say what they are
+    """
+    manifest = verify(directory, "weights", lambda name: not _is_streamed(name))
+    contract = contracts.of(family(deployment.family), model_files(directory), deployment, known.engine.dtype)
+    if (contract.weights, contract.config) != (known.contract.weights, known.contract.config):
+        raise Rejected("changed_on_disk", "what is on the disk is not what was loaded")
+    return Weights(known.engine, contract, manifest.digest)
 
 
 def model_files(directory: Path) -> ModelFiles:
@@ -74,6 +88,12 @@ def read_vocab(directory: Path, sizes: Sequence[int]) -> Vocab:
     """A vocab version, with the files beside its table checked, too. Raises Rejected."""
     verify(directory, "vocab", lambda name: name != artifact.FILE)
     return artifact.load_vocab(directory, sizes)
+
+
+def read_fitting_vocab(directory: Path, deployment: Deployment, device: torch.device) -> Vocab:
+    """The same, where there is room for it and for what the overlay declares of it. Raises Rejected."""
+    check_vocab_fits(directory, deployment, device)
+    return read_vocab(directory, deployment.sid.sizes)
 
 
 def _is_streamed(name: str) -> bool:

@@ -74,6 +74,17 @@ def tables(deployment: Deployment) -> tuple[Mapping[str, Items | Prior], ...]:
     return deployment.attributes, deployment.priors, deployment.lists
 
 
+def sizes(deployment: Deployment, items: int, nodes: int) -> tuple[int, int]:
+    """Bytes of the declared columns of a catalogue, before it is read: all of them, and of those by node alone.
+
+    items: how many there are · nodes: of its trie
+    """
+    small = {"any": 1}
+    widths = [small.get(one.as_, 4) for one in deployment.attributes.values()]
+    by_node = sum(widths) + 4 * len(deployment.priors) + 2 * len(deployment.lists)
+    return nodes * by_node + items * (sum(widths) + len(deployment.lists)), nodes * by_node
+
+
 def side_data(vocab: Vocab, deployment: Deployment) -> SideData:
     """The declared columns of a vocab; what it costs is in bench/results/vocab.json.
 
