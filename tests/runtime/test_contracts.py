@@ -112,6 +112,21 @@ def test_what_a_function_reads_is_exported_anew_and_makes_another_contract(root,
     assert (two.exported, len(exports)) == (True, 2)
 
 
+def test_a_context_above_the_positions_of_a_onerec_adds_none_and_the_contract_says_how_many_there_are(root, exports):
+    def positions(context):
+        edit(root, "context = 64", f"context = {context}")
+        made = make(root).document
+        edit(root, f"context = {context}", "context = 64")
+        cross = next(state for state in made["states"] if state["name"] == "cross_k.0")
+        return [one["positions"] for one in made["inputs"]], cross["shape"][0]
+
+    own, held = positions(64)
+    assert sum(own) + 1 == held < 64
+    assert positions(4096) == (own, held)
+    fewer, less = positions(held - 1)
+    assert (sum(fewer), less) == (sum(own) - 1, held - 1)
+
+
 def test_another_precision_is_another_contract(root, exports):
     assert make(root).contract.id != make(root, torch.bfloat16).contract.id
     assert len(exports) == 2
