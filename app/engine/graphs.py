@@ -24,6 +24,7 @@ from torch import Tensor
 from app.config import Limits
 from app.core import Arena, Rows, StepOutput
 from app.engine.engine import Engine
+from app.errors import Rejected
 
 KEPT = 8
 """Slots whose graphs are kept although no engine in memory uses them."""
@@ -38,11 +39,13 @@ class Shape(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a capture cost: new graphs, seconds, and bytes of the device's memory."""
+    """What a capture cost: new graphs, seconds, and bytes of the device's memory. refused: why an engine's steps cannot
+    be captured and run as they are; None where they can."""
 
     graphs: int = 0
     seconds: float = 0.0
     bytes: int = 0
+    refused: str | None = None
 
 
 class Recorded(Protocol):
@@ -60,7 +63,10 @@ class Recorder(Protocol):
     """Captures what is launched."""
 
     def record(self, run: Callable[[], StepOutput], *, fresh: bool) -> Recorded:
-        """What `run` launches. fresh: run it once before, which loads and compiles kernels; it writes the arena."""
+        """What `run` launches. fresh: run it once before, which loads and compiles kernels; it writes the arena.
+
+        Raises Rejected("no_memory" | "capture_failed").
+        """
 
     def used(self) -> int:
         """Bytes of the device's memory that are in use."""
@@ -172,6 +178,8 @@ class Graphs:
         """Have a graph for every shape of an engine's steps: those of its slot where they are there already.
 
         Before the first batch over the arena kernels are run once each; later nothing runs, and batches may go on.
+        Steps that read something back from the device while they run cannot be captured: `Taken.refused`. Raises
+        Rejected("no_memory").
         """
         if engine in self._bound:
             return Taken()
@@ -180,7 +188,12 @@ class Graphs:
             self._bound[engine] = known
             return Taken()
         began, used = time.monotonic(), self._recorder.used()
-        made = self._captured(engine)
+        try:
+            made = self._captured(engine)
+        except Rejected as error:
+            if error.code != "capture_failed":
+                raise
+            return Taken(refused=error.message)
         self._sets[engine.addresses] = self._bound[engine] = made
         self._trim()
         return Taken(len(made.by_shape), time.monotonic() - began, max(0, self._recorder.used() - used))
@@ -188,10 +201,12 @@ class Graphs:
     def _captured(self, engine: Engine) -> _Set:
         fresh, self._fresh = self._fresh, False
         made: dict[Shape, Recorded] = {}
-        for shape in plan(self._limits, self._sizes, first=engine.first_step, log_norm=engine.log_norm):
-            run = partial(engine.step, shape.t, self._rows.view(shape), self._arena)
-            made[shape] = self._recorder.record(run, fresh=fresh)
-        self._recorder.end(fresh=fresh)
+        try:
+            for shape in plan(self._limits, self._sizes, first=engine.first_step, log_norm=engine.log_norm):
+                run = partial(engine.step, shape.t, self._rows.view(shape), self._arena)
+                made[shape] = self._recorder.record(run, fresh=fresh)
+        finally:
+            self._recorder.end(fresh=fresh)
         return _Set(engine.constants(), made)
 
     def _trim(self) -> None:

@@ -65,6 +65,7 @@ def needed(needs: Needs, arch: str) -> tuple[Build, ...]:
     if needs.dtype != torch.float32:
         found += [Build.of(_OPS / "attention" / "kernel.cu", D=d, BF16=bf16) for d in sorted(needs.heads)]
         found += [one for k, v in sorted(needs.delta) for one in _replay(k, v, bf16, arch)]
+        found += [Build.of(_OPS / "gated" / "kernel.cu", BF16=bf16)]
         if needs.delta:
             found += [Build.of(_OPS / "gdn" / "around.cu", BF16=bf16, J=size) for size in (2, 3, 4)]
     for wide in (0, 1):

@@ -30,9 +30,13 @@ def rank_items(
     An SID gives its first `per_sid` items, in the catalogue's order of preference, that the request does not exclude.
     Survivors whose SID is no item of the catalogue (policies without the trie) give none.
     """
-    # rows in T0 order of each request, whatever their place in memory
-    by_rank = np.lexsort((state.order.cpu().numpy(), state.request.cpu().numpy()))
-    node, score, sids = (values.cpu().numpy()[by_rank] for values in (state.node, state.score, state.sids))
+    order, request_of, node, score, sids = (
+        values.cpu().numpy() for values in (state.order, state.request, state.node, state.score, state.sids)
+    )
+    if ((np.diff(order) < 0) & (np.diff(request_of) == 0)).any():
+        # rows in T0 order of each request, whatever their place in memory
+        by_rank = np.lexsort((order, request_of))
+        node, score, sids = node[by_rank], score[by_rank], sids[by_rank]
     first_leaf = int(vocab.trie.level_start[leaf_depth])
     ranked = []
     for request, job in enumerate(jobs):
@@ -56,7 +60,7 @@ def _one(
     if job.plan.final is not None:
         return _finished(job, job.plan.final, items, score[rows], sids[rows], vocab, told)
     best = np.argsort(-score[rows], kind="stable")[: min(job.request.k, job.plan.limit)]  # ties stay in search order
-    return Ranked(items[best], score[rows][best], sids[rows][best].astype(np.int32))
+    return Ranked(items[best], score[rows[best]], sids[rows[best]].astype(np.int32))
 
 
 def expand(job: Job, low: Int64s, high: Int64s) -> tuple[Int64s, Int64s]:

@@ -58,13 +58,14 @@ class Runtime:
     ) -> None:
         """clock: monotonic seconds · wall: unix seconds, for ramps of experiments only · threads: see `EngineThread`
 
-        `swapped` is called with every snapshot that becomes the active one; whoever follows swaps sets it.
+        `swapped` is called with every snapshot that becomes the active one, the one before it, and why; whoever follows
+        swaps sets it.
         """
         self._deployment, self._metrics, self._log, self._clock = deployment, metrics, log, clock
         self._admission = Admission(deployment, wall)
         self._recorder, self._wall = recorder or Tallies(metrics, log, clock), wall
         self._pins, self._engines = Pins(), engines
-        self.swapped: Callable[[Snapshot], None] = lambda _: None
+        self.swapped: Callable[[Snapshot, Snapshot | None, str], None] = lambda *_: None
         self._steps = StepLoop(clock, metrics, transition)
         self._thread = EngineThread(self._steps, threads)
         self._explainer = Explainer(self._thread, deployment.server.explain_per_s, clock, metrics, log)
@@ -150,7 +151,7 @@ class Runtime:
         """From now on requests are admitted on another snapshot; those that are queued or running keep theirs."""
         before = self._pins.active
         self._pins.active, self._reasons = snapshot, ()
-        self.swapped(snapshot)
+        self.swapped(snapshot, before, cause)
         self._batcher.limits = snapshot.contract.limits
         versions = {"weights": snapshot.weights.version, "vocab": snapshot.vocab_ref.version}
         self._cutovers.swapped(before.id if before else None, snapshot.id, cause, versions)
@@ -211,10 +212,12 @@ class Runtime:
 
     def allocate(self, snapshot: Snapshot) -> None:
         """Take the state memory of a contract, and capture the decode steps of a weight slot, before their first batch;
-        kernels come first. In any one thread. Raises Rejected("no_memory" | "capture_failed")."""
+        kernels come first. In any one thread. Raises Rejected("no_memory")."""
         if self._engines is not None:
             self._engines.prepare(snapshot.contract, snapshot.engine.device)
         taken = self._steps.prepare(snapshot)
+        if taken.refused:
+            self._log.warning("graphs_refused", snapshot=snapshot.id, reason=taken.refused)
         if taken.graphs:
             self._log.info(
                 "graphs_captured", snapshot=snapshot.id, graphs=taken.graphs, seconds=round(taken.seconds, 3),

@@ -155,7 +155,7 @@ class StepLoop:
 
     def prepare(self, snapshot: Snapshot) -> Taken:
         """Before a snapshot's first batch: a contract's state memory, once, and the graphs of its weights' slot, which
-        may be there already. In any one thread. Raises Rejected("no_memory" | "capture_failed")."""
+        may be there already. In any one thread. Raises Rejected("no_memory")."""
         graphs = self._lane(snapshot).graphs
         taken = graphs.prepare(snapshot.engine) if graphs else Taken()
         self._metrics.compiles_total.labels("background").inc(taken.graphs)

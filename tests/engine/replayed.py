@@ -8,11 +8,12 @@ from app.core import StepOutput
 
 
 class Recording:
-    def __init__(self, run):
-        self._run = run
+    def __init__(self, run, recorder):
+        self._run, self._recorder = run, recorder
         self.output = StepOutput(*(copied(part) for part in run()))
 
     def replay(self):
+        self._recorder.replayed += 1
         with torch.inference_mode():
             for mine, new in zip(flat(self.output), flat(self._run()), strict=True):
                 mine.copy_(new)
@@ -21,7 +22,7 @@ class Recording:
 class Kept:
     """What a step gave once; like a graph, it holds no engine."""
 
-    def __init__(self, run):
+    def __init__(self, run, _recorder):
         self.output = run()
 
     def replay(self):
@@ -32,12 +33,12 @@ class Replays:
     """Counts what is recorded. `alone`: how many recordings ran once before."""
 
     def __init__(self, kind=Recording):
-        self.recorded, self.alone, self.ended, self._kind = 0, 0, 0, kind
+        self.recorded, self.alone, self.ended, self.replayed, self._kind = 0, 0, 0, 0, kind
 
     def record(self, run, *, fresh):
         self.recorded += 1
         self.alone += fresh
-        return self._kind(run)
+        return self._kind(run, self)
 
     def used(self):
         return 7 * self.recorded

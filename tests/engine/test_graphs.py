@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 from app.config import Limits, SidConfig
 from app.core import History, Rows
 from app.engine.families.token_model import TokenModel
-from app.engine.graphs import KEPT, Graphs, Shape, StaticRows, bucket, buckets, most_rows, plan
+from app.engine.graphs import KEPT, Graphs, Shape, StaticRows, Taken, bucket, buckets, most_rows, plan
 from app.engine.registry import family
 from app.engine.slots import Slots
 from app.engine.weights import load
+from app.errors import Rejected
 from app.runtime.contexts import batch_inputs
 from tests import support
 from tests.engine import hybrid, tiny
@@ -27,7 +28,7 @@ from tests.engine.replayed import Kept, Replays
 
 LIMITS = Limits(widths=(16,) * 3, rows=64, batch=4, context=24)
 CPU = torch.device("cpu")
-WIDTHS = [4, 1, 6]
+WIDTHS = [7, 1, 11]  # 19 rows: one less than their bucket
 KINDS = ["onerec", "qwen2", "qwen3", "qwen3_5"]
 
 
@@ -179,6 +180,25 @@ def test_the_next_weights_of_a_slot_find_its_graphs_and_other_slots_get_their_ow
         assert graphs.prepare(one).graphs == 0
     assert recorder.recorded == 2 * each
     assert not torch.equal(graphs.step(one, 1, rows_at(1)).logits, graphs.step(other, 1, rows_at(1)).logits)
+
+
+@pytest.mark.parametrize("code", ["capture_failed", "no_memory"])
+def test_steps_that_cannot_be_captured_run_as_they_are_and_missing_memory_is_an_error(code, tmp_path):
+    class Refuses(Replays):
+        def record(self, run, *, fresh):
+            if self.recorded == 3:
+                raise Rejected(code, "why")
+            return super().record(run, fresh=fresh)
+
+    engine, recorder = engine_of("onerec", write("onerec", tmp_path / "weights")), Refuses()
+    graphs = Graphs(encoded(engine, "onerec"), LIMITS, tiny.SIZES, CPU, recorder)
+    if code == "no_memory":
+        with pytest.raises(Rejected, match="why"):
+            graphs.prepare(engine)
+    else:
+        assert graphs.prepare(engine) == Taken(refused="why")
+    assert recorder.ended == 1
+    assert graphs.step(engine, 2, rows_at(2)) is None
 
 
 def test_a_model_with_other_tables_captures_anew(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ from app.engine.families.onerec_config import parse
 from app.engine.families.onerec_reference import OneRecReference, pad_history
 from app.errors import Cancelled, Fault, ModelOutput
 from app.ops.selection import select_top
-from app.runtime import selection
+from app.runtime import selection, steps
 from app.runtime.job import Batch
 from app.runtime.metrics import Metrics
 from app.runtime.state import TRANSITIONS
 from app.runtime.steps import StepLoop
 from tests import support
+from tests.engine.replayed import Replays
 
 SIZES = (4, 5, 6)
 EPS = 1e-4
@@ -374,7 +376,7 @@ def test_a_model_that_writes_nonsense_fails_that_request_alone():
     class Bad(Spy):
         def step(self, t, rows, arena):
             output = self._engine.step(t, rows, arena)
-            if t != 2:
+            if t < 2:
                 return output
             return output._replace(logits=output.logits.masked_fill(rows.request[:, None] == 0, torch.nan))
 
@@ -383,9 +385,48 @@ def test_a_model_that_writes_nonsense_fails_that_request_alone():
     metrics = Metrics()
     served = {id(end.job): end.result for end in StepLoop(lambda: 0.0, metrics).serve(Batch(tuple(jobs)))}
     assert isinstance(served[id(jobs[0])], ModelOutput)
+    assert "step 2 " in served[id(jobs[0])].message, "the first of them"
     assert served[id(jobs[1])].items.tolist() == clean.items.tolist()
     np.testing.assert_allclose(served[id(jobs[1])].scores, clean.scores, atol=1e-5)
     assert metrics.registry.get_sample_value("widebeam_bad_scores_total", {"stage": "logits"}) > 0
+
+
+def test_an_answer_does_not_depend_on_where_its_rows_lie(monkeypatch):
+    deployment, vocab, snapshot = world()
+    jobs = [support.job_of(snapshot, deployment, ("i1",), k=50), support.job_of(snapshot, deployment, ("i2",), k=50)]
+    expected, right = support.run_batch(jobs), steps.rank_items
+
+    def shuffled(jobs, state, *how):
+        whole = [torch.randperm(b - a) + a for a, b in pairwise(state.row_start)]
+        for name in ("order", "node", "score", "sids"):
+            setattr(state, name, getattr(state, name)[torch.cat(whole)])
+        return right(jobs, state, *how)
+
+    monkeypatch.setattr(steps, "rank_items", shuffled)
+    for one, other in zip(support.run_batch(jobs), expected, strict=True):
+        assert one.items.tolist() == other.items.tolist()
+        assert one.sids.tolist() == other.sids.tolist()
+
+
+def test_a_batch_is_served_by_captured_steps_where_there_are_some():
+    policies = {f"w{w}": widths(w, w, w) for w in (1, 7, 40)}
+    deployment, _, snapshot = world(policies=policies)
+    recorder, metrics = Replays(), Metrics()
+    loop = StepLoop(lambda: 0.0, metrics, recorder=lambda _: recorder)
+    taken = loop.prepare(snapshot)
+    assert taken.graphs == recorder.recorded > 0
+    assert metrics.registry.get_sample_value("widebeam_compiles_total", {"where": "background"}) == taken.graphs
+    for policy in policies:
+        jobs = [support.job_of(snapshot, deployment, h, policy=policy, k=50) for h in ((), ("i1",), ("i2", "i3"))]
+        expected = support.run_batch(jobs)
+        found = {id(end.job): end.result for end in loop.serve(Batch(tuple(jobs)))}
+        for job, one in zip(jobs, expected, strict=True):
+            assert found[id(job)].items.tolist() == one.items.tolist()
+            np.testing.assert_allclose(found[id(job)].scores, one.scores, atol=1e-5)
+    assert recorder.recorded == taken.graphs, "nothing is captured on the way"
+    assert recorder.replayed == 3 * len(policies)
+    moved = StepLoop(lambda: 0.0, metrics, "compaction", recorder=lambda _: recorder)
+    assert moved.prepare(snapshot).graphs == 0, "state that moves from buffer to buffer has no fixed place"
 
 
 def test_bad_numbers_of_a_final_list_are_counted():

@@ -12,7 +12,6 @@ from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from app.config import Limits, SidConfig
 from app.core import (
@@ -34,6 +33,7 @@ from app.engine.families.onerec_config import FeatureConfig, HistoryConfig, OneR
 from app.engine.families.onerec_inputs import HISTORY_LONG, HISTORY_SHORT, OneRecInputs
 from app.errors import Rejected
 from app.ops.attention import context_attention, prefix_attention
+from app.ops.gated import gated
 
 
 class Layout(NamedTuple):
@@ -64,10 +64,9 @@ class Feed(nn.Module):
         self.up = linear(config.d_model, config.ffn)
         self.down = linear(config.ffn, config.d_model)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, d_model] -> the same."""
-        out: Tensor = self.down(silu(self.gate(x)).mul_(self.up(x)))
-        return out
+    def onto(self, x: Tensor, normed: Tensor) -> Tensor:
+        """x [N, d_model] with the output for `normed` [N, d_model] added, in its memory."""
+        return x.addmm_(gated(self.gate(normed), self.up(normed)), self.down.weight.t())
 
 
 class Projections(nn.Module):
@@ -87,10 +86,9 @@ class Projections(nn.Module):
         out: Tensor = projection(x)
         return out.view(x.shape[0], -1, self.head_dim)
 
-    def out(self, x: Tensor) -> Tensor:
-        """[N, heads, head_dim] -> [N, d_model]."""
-        out: Tensor = self.o(x.flatten(1))
-        return out
+    def onto(self, x: Tensor, seen: Tensor) -> Tensor:
+        """x [N, d_model] with the output for `seen` [N, heads, head_dim] added, in its memory."""
+        return x.addmm_(seen.flatten(1), self.o.weight.t())
 
 
 class HistoryTables(nn.Module):
@@ -148,7 +146,7 @@ class ContextBlock(nn.Module):
         self.ffn = Feed(config)
 
     def forward(self, x: Tensor, layout: Layout, positions: int) -> Tensor:
-        """x [T, d_model] -> the same."""
+        """x [T, d_model] -> the same, in its memory."""
         part, normed = self.attention, self.attention_norm(x)
         shape = (layout.length.shape[0], positions, part.k.out_features // part.head_dim, part.head_dim)
         k, v = x.new_zeros(shape), x.new_zeros(shape)
@@ -156,9 +154,8 @@ class ContextBlock(nn.Module):
         v[layout.request, layout.slot] = part.heads(part.v, normed)
         q = part.heads(part.q, normed)
         seen, _ = context_attention(q, k, v, layout.length, layout.start, widest=positions, scale=self.scale)
-        x = x + part.out(seen)
-        out: Tensor = x + self.ffn(self.ffn_norm(x))
-        return out
+        x = part.onto(x, seen)
+        return self.ffn.onto(x, self.ffn_norm(x))
 
 
 class Processor(nn.Module):
@@ -253,21 +250,20 @@ class Block(nn.Module):
         self.ffn = Feed(config)
 
     def forward(self, x: Tensor, t: int, rows: Rows, cross: Cross, slots: Slots) -> Tensor:
-        """x [N, d_model] of step t -> the same; writes slots (t, 0..N-1) where the state has any for step t."""
+        """x [N, d_model] of step t -> the same, in its memory; writes slots (t, 0..N-1) where step t has any."""
         q = self.cross.heads(self.cross.q, self.cross_norm(x))
         seen, _ = context_attention(
             q, cross.key, cross.value, cross.length, rows.row_start, widest=cross.widest, scale=self.scale
         )
-        x = x + self.cross.out(seen)
+        x = self.cross.onto(x, seen)
         normed, own = self.self_norm(x), self.self
         q, k, v = (own.heads(projection, normed) for projection in (own.q, own.k, own.v))
         if t <= slots.key.shape[0]:
             slots.key[t - 1, : x.shape[0]] = k
             slots.value[t - 1, : x.shape[0]] = v
         seen = prefix_attention(q, k, v, *slots, ancestry=rows.ancestry, scale=self.scale, compact=rows.compact)
-        x = x + own.out(seen)
-        out: Tensor = x + self.ffn(self.ffn_norm(x))
-        return out
+        x = own.onto(x, seen)
+        return self.ffn.onto(x, self.ffn_norm(x))
 
 
 class OneRec(Family):
@@ -306,6 +302,11 @@ class OneRec(Family):
         with torch.device("meta"):
             return cls(config, limits).to(dtype)
 
+    def projections(self) -> tuple[str, ...]:
+        """See `Family.projections`: of every block, and of the context into its K/V sets."""
+        blocks = (name for name, part in self.named_modules() if isinstance(part, nn.Linear) and "blocks." in name)
+        return (*(f"{name}.weight" for name in blocks), "processor.project.weight")
+
     def input_specs(self) -> tuple[InputSpec, ...]:
         """See `Family.input_specs`."""
         return self.inputs.specs
@@ -339,7 +340,7 @@ class OneRec(Family):
         """See `Family.step`."""
         requests = rows.row_start.shape[0] - 1
         length, widest = arena["cross_length"][:requests], self.limits.widest
-        x = self.bos.expand(rows.codes.shape[0], -1) if t == 1 else self.codes[t - 2](rows.codes)
+        x = self.bos.repeat(rows.codes.shape[0], 1) if t == 1 else self.codes[t - 2](rows.codes)
         for index, block in enumerate(self.blocks):
             group = self.config.kv_set(index)
             key = arena[f"cross_k.{group}"][:requests]
