@@ -6,7 +6,7 @@ Writes take `If-Match: "EPOCH"`, the ETag of what the operator saw: 412 where so
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar, get_args
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -19,6 +19,7 @@ from app.runtime.control import Control, Document, Kind
 T = TypeVar("T", bound=msgspec.Struct)
 REFUSED: Final = (400, 401, 403, 404, 412, 422, 503)
 MAX_HISTORY: Final = 200
+KINDS: Final = (*get_args(Kind), "engine")
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 PolicyName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]*$", max_length=64)]
 
@@ -108,14 +109,12 @@ def _reads(router: APIRouter, control: Control) -> None:
         return decided(_one(control.snapshots()["snapshots"], id=snapshot), control)
 
     async def artifacts(kind: str) -> Response:
-        """The versions of a kind and what became of them."""
-        found = control.status()["artifacts"]
-        assert isinstance(found, list)
-        return answer({"artifacts": [one for one in found if one["kind"] == kind]})
+        """The versions of a kind and what became of them; of `policy`, the policies by name."""
+        return answer({"artifacts": _artifacts(control.status(), kind)})
 
     async def artifact(kind: str, version: str) -> Response:
         """One of them."""
-        return answer(_one(control.status()["artifacts"], kind=kind, version=version))
+        return answer(_one(_artifacts(control.status(), kind), version=version))
 
     async def history(request: Request) -> Response:
         """The newest `limit` cutovers (50 where it is not given), oldest first."""
@@ -165,13 +164,20 @@ def _snapshots(router: APIRouter, control: Control) -> None:
         """The same, in order to stay: newer versions prepare, and wait."""
         return await select(request, snapshot, "pin")
 
-    async def unpin(request: Request) -> Response:
-        """Follow release.json, or the newest versions, again."""
+    def unpinned(request: Request, snapshot: str | None) -> Response:
         match(request, control)
         try:
-            return decided(control.unpin(), control)
+            return decided(control.unpin(snapshot), control)
         except OSError as error:
             raise Refused(f"the decision cannot be kept: {error.strerror}") from error
+
+    async def unpin(request: Request) -> Response:
+        """Follow release.json, or the newest versions, again."""
+        return unpinned(request, None)
+
+    async def unpin_one(request: Request, snapshot: str) -> Response:
+        """The same, where just this snapshot is pinned; else what is pinned stays."""
+        return unpinned(request, snapshot)
 
     async def drain(request: Request) -> Response:
         """Refuse new requests; what is queued or running finishes."""
@@ -180,7 +186,7 @@ def _snapshots(router: APIRouter, control: Control) -> None:
 
     _add(router, "/snapshots:promote", promote_versions, "POST", "snapshots_promote", Versions)
     _add(router, "/snapshots:unpin", unpin, "POST", "snapshots_unpin")
-    for verb, handler in (("promote", promote), ("rollback", rollback), ("pin", pin)):
+    for verb, handler in (("promote", promote), ("rollback", rollback), ("pin", pin), ("unpin", unpin_one)):
         _add(router, f"/snapshots/{{snapshot}}:{verb}", handler, "POST", f"snapshot_{verb}")
     _add(router, "/drain", drain, "POST", "drain")
 
@@ -192,6 +198,19 @@ def _add(router: APIRouter, path: str, handler: Any, method: str, name: str, kin
         schema = {"schema": {"$ref": openapi.REF.format(name=kind.__name__)}}
         described["openapi_extra"] = {"requestBody": {"required": True, "content": {media.JSON: schema}}}
     router.add_api_route(path, handler, methods=[method], **described)
+
+
+def _artifacts(status: Document, kind: str) -> list[Document]:
+    """What there is of a kind. Raises NotFound for what is no kind."""
+    if kind == "policy":
+        policies = status["policies"]
+        assert isinstance(policies, dict)
+        return [{"kind": kind, "version": name, **facts} for name, facts in sorted(policies.items())]
+    if kind not in KINDS:
+        raise errors.NotFound(f"no such kind; there are {', '.join((*KINDS, 'policy'))}")
+    found = status["artifacts"]
+    assert isinstance(found, list)
+    return [one for one in found if one["kind"] == kind]
 
 
 def _one(documents: object, **facts: str) -> Document:

@@ -48,8 +48,11 @@ class Control(Protocol):
         """Pin versions that may have to be loaded first, and wait for what becomes of them, as `select`; state
         "pending" where that takes longer. Raises InvalidRequest, Rejected with the gate's reason, OSError."""
 
-    def unpin(self) -> Document:
-        """Follow release.json, or the newest versions, again. Idempotent."""
+    def unpin(self, snapshot_id: str | None = None) -> Document:
+        """Follow release.json, or the newest versions, again; {"pin"}. Idempotent.
+
+        snapshot_id: only where just that one is pinned; raises InvalidRequest where it is not in memory.
+        """
 
     @property
     def epoch(self) -> str:

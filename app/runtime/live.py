@@ -203,10 +203,10 @@ class Live:
         self._decisions += 1
         return await self._operations.ask(versions, wait_s)
 
-    def unpin(self) -> dict[str, object]:
+    def unpin(self, snapshot_id: str | None = None) -> dict[str, object]:
         """Follow the newest versions again."""
         self._decisions += 1
-        return self._operations.unpin()
+        return self._operations.unpin(snapshot_id)
 
     @property
     def epoch(self) -> str:

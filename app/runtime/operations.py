@@ -90,8 +90,15 @@ class Operations:
         active = self._runtime.active
         return {"snapshot": active.id if active else None, "state": "active", "pin": self._pin()}
 
-    def unpin(self) -> Document:
-        """Follow release.json, or the newest versions, again."""
+    def unpin(self, snapshot_id: str | None = None) -> Document:
+        """Follow release.json, or the newest versions, again. snapshot_id: only where just that one is pinned.
+
+        Raises InvalidRequest where it is not in memory.
+        """
+        if snapshot_id is not None:
+            weights, vocab = self._named(snapshot_id).versions
+            if self._pin() != {"weights": weights, "vocab": vocab}:
+                return {"pin": self._pin()}
         if self._pin_file.exists():
             self._pin_file.unlink(missing_ok=True)
             self._note("unpin", {})

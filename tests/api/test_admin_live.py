@@ -30,6 +30,10 @@ async def test_every_route_needs_its_right(tmp_path):
             ("GET", "/admin/v1/policies"), ("POST", "/admin/v1/policies:reload"), ("POST", "/admin/v1/policies:check"),
             ("POST", "/admin/v1/kill"), ("GET", "/admin/v1/snapshots"), ("POST", "/admin/v1/snapshots:promote"),
             ("POST", "/admin/v1/snapshots:unpin"), ("POST", "/admin/v1/snapshots/{snapshot}:rollback"),
+            ("POST", "/admin/v1/snapshots/{snapshot}:promote"), ("POST", "/admin/v1/snapshots/{snapshot}:pin"),
+            ("POST", "/admin/v1/snapshots/{snapshot}:unpin"), ("GET", "/admin/v1/snapshots/{snapshot}"),
+            ("GET", "/admin/v1/status"), ("GET", "/admin/v1/artifacts/{kind}"), ("GET", "/admin/v1/history"),
+            ("GET", "/admin/v1/policies/{policy}/explain"), ("GET", "/admin/v1/assignments/{experiment}"),
             ("GET", "/admin/v1/events"), ("POST", "/admin/v1/drain"),
         } <= set(routes)  # fmt: skip
         for method, path in routes:
@@ -55,6 +59,7 @@ WRONG = [
     ("snapshots:promote?wait=x", {"weights": "v1"}, 422),
     ("snapshots/..%2f..%2fetc:promote", None, 404),
     ("snapshots/nope:rollback", None, 422),
+    ("snapshots/nope:unpin", None, 422),
     ("snapshots/nope:nothing", None, 405),
 ]
 
@@ -166,8 +171,33 @@ async def test_one_snapshot_one_version_and_one_policy_can_be_asked_for(shared):
     assert (await ask_for(f"snapshots/{active}"))[1]["state"] == "active"
     assert [one["version"] for one in (await ask_for("artifacts/weights"))[1]["artifacts"]] == ["v1"]
     assert (await ask_for("artifacts/vocab/v1"))[1]["state"] == "active"
+    assert [one["version"] for one in (await ask_for("artifacts/policy"))[1]["artifacts"]] == ["base", "narrow"]
+    assert (await ask_for("artifacts/policy/narrow"))[1]["state"] == "live"
+    assert (await ask_for("artifacts/engine"))[1] == {"artifacts": []}
     status, told = await ask_for("policies/narrow/explain")
     assert (status, told["policy"]) == (200, "narrow")
     assert told["policy_id"] == (await shared.policies())["policies"]["narrow"]["policy_id"]
-    for path in ("snapshots/nope", "artifacts/vocab/v9", "policies/nope/explain"):
+    for path in (
+        "snapshots/nope",
+        "artifacts/vocab/v9",
+        "artifacts/nope",
+        "artifacts/policy/no",
+        "policies/nope/explain",
+    ):
         assert (await ask_for(path))[0] == 404, path
+
+
+async def test_a_snapshot_is_unpinned_by_its_name_and_another_ones_pin_stays(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        first = (await server.status())["active"]["snapshot"]
+        weights(root, "v2", 1)
+        second = (await server.settles(lambda status: status["active"]["weights"]["version"] == "v2"))["active"][
+            "snapshot"
+        ]
+        pin = (await server.post(f"snapshots/{first}:pin")).json()["pin"]
+        assert pin == {"weights": "v1", "vocab": "v1"}
+        assert (await server.post(f"snapshots/{second}:unpin")).json() == {"pin": pin}
+        assert (await server.post(f"snapshots/{first}:unpin")).json() == {"pin": None}
+        assert (await server.post(f"snapshots/{first}:unpin")).json() == {"pin": None}
+        await server.settles(lambda status: status["active"]["weights"]["version"] == "v2")
