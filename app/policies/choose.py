@@ -107,7 +107,7 @@ def count_in(group: Tensor, member: Tensor) -> Tensor:
 
 def only(rank: Tensor, at: Tensor) -> Tensor:
     """Ranks of the candidates at flat places; -inf elsewhere."""
-    out = torch.full_like(rank, -INF)
+    out = torch.full_like(rank, -INF, memory_format=torch.contiguous_format)  # a model may give transposed logits
     out.view(-1)[at] = rank.reshape(-1)[at]
     return out
 

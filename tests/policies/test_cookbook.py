@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from app.cli.policy_files import deployed
 from app.core import HeadSpec
 from app.policies.compile import compile_policy
 from app.policies.format import fmt
+from app.policies.load import compile_folder, snapshot
 from app.policies.source import Source
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,7 @@ HEADS = (HeadSpec("cf", "code"), HeadSpec("ctr", "code"), HeadSpec("value", "cod
 ON, CATALOGUE = replace(DEMO.contract, heads=HEADS), DEMO.catalogue
 NEEDS_HEADS = {
     "feed": {"head.ctr"},
+    "multi_objective": {"head.ctr"},
     "v16_assistant": {"head.cf"},
     "v19_objectives": {"head.ctr"},
     "v20_look_ahead": {"head.value"},
@@ -93,3 +96,21 @@ def test_a_level_is_the_policy_with_its_widths_written_plainly(level):
     assert (own.widths, own.limit, own.params) == (alone.widths, alone.limit, alone.params)
     assert own.structure.id == alone.structure.id == loaded.structure.id
     assert own.policy_id == loaded.policy_id != alone.policy_id
+
+
+def test_the_page_lists_every_recipe_with_what_it_is_about():
+    page = (FOLDER / "README.md").read_text()
+    for path in FILES:
+        about = re.search(r"^about: (.*)", path.read_text(), re.MULTILINE)[1]
+        assert f"| [{path.name}]({path.name}) | {about} |\n" in page
+
+
+def test_the_experiment_of_the_page_runs_with_its_policy_and_the_demos_traffic(tmp_path):
+    for path in (ROOT / "policies").glob("*.yaml"):
+        shutil.copy(path, tmp_path)
+    shutil.copy(FOLDER / "multi_objective.yaml", tmp_path)
+    shutil.copytree(FOLDER / "experiments", tmp_path / "experiments")
+    loaded = compile_folder(snapshot(tmp_path), ON, CATALOGUE)
+    assert [one.message for one in loaded.findings] == []
+    arms = loaded.traffic.experiments["ctr_weight"].arms
+    assert [arm.name for arm in arms] == ["control", "more"]
