@@ -33,6 +33,9 @@ from app.vocab.manifest import Kind
 
 IN_MEMORY: Final = frozenset({State.ACTIVE, State.READY, State.DRAINING})
 HEAVY: Final[tuple[Kind, ...]] = ("weights", "vocab")
+NO_DEFAULT, POLICY_LOST = "no_default_policy", "policy_lost"
+BY_POLICIES: Final = frozenset({NO_DEFAULT, POLICY_LOST})
+"""Codes of sets that are refused because of what the policies say, and may do once those are edited."""
 FIXED_SLOTS: Final = 2
 """Weight slots beside those for rollbacks: one serves, one is written."""
 
@@ -72,7 +75,7 @@ class Stage:
         vocab = Option(snapshot.vocab_ref.version, snapshot.vocab_ref.digest, {})
         self.residents.put(adopted(snapshot, weights, vocab, deployment))
         self._runtime.on_idle(self.residents.idle)
-        self._runtime.swapped = self.residents.name
+        self._runtime.swapped = self._swapped
 
     @property
     def serving(self) -> Resident | None:
@@ -85,8 +88,9 @@ class Stage:
         return next((one for one in self.residents if want.met_by(one)), None)
 
     async def prepare(self, want: Want) -> Resident:
-        """Everything up to `ready`. Raises Refused for a version, Rejected where the set does not work together, NoSlot
-        where its weights have nowhere to go until requests on older ones have ended."""
+        """Everything up to `ready`. Raises Refused for a version, Rejected where the set does not work together or where
+        a policy that serves could not with a new version, NoSlot where its weights have nowhere to go until requests on
+        older ones have ended."""
         active = self._runtime.active
         assert active is not None, "updates begin when something serves"
         slots = active.engine.slot.slots if active.engine.slot else Slots()
@@ -98,6 +102,9 @@ class Stage:
         )
         parts = await preparation.parts(want, self.residents)
         snapshot, state = await self._composed(parts.snapshot(active.policies))
+        serving = self.serving
+        if serving is not None and serving.deployment == want.deployment:  # an edited overlay is meant as it is written
+            _check_kept(active, state)
         await self._background.run(lambda: self._runtime.allocate(snapshot))
         for kind, option in want.options:
             self._moved(kind, option, State.WARMING)
@@ -127,17 +134,21 @@ class Stage:
             self._policies.adopt(state)
             warmed |= resident.warmed
             self.residents.put(replace(resident, snapshot=snapshot, warmed=warmed, active_at=now_iso()))
-            self._ledger.note("cutover", snapshot=snapshot.id, before=active.id if active else None, cause=cause)
         self._mark()
         self._trim()
         return snapshot
+
+    def _swapped(self, snapshot: Snapshot, before: Snapshot | None, cause: str) -> None:
+        """Whoever has made the next snapshot: versions, policies, take-downs, a kill."""
+        self.residents.name(snapshot)
+        self._ledger.note("cutover", snapshot=snapshot.id, before=before.id if before else None, cause=cause)
 
     async def _composed(self, snapshot: Snapshot) -> tuple[Snapshot, InForce]:
         """A snapshot with the policies in force, compiled for it. Raises Rejected where the default cannot serve."""
         state = await self._policies.compiled_for(snapshot)
         if state.policies.plan(state.policies.default) is None:
             message = f"the default policy `{state.policies.default}` cannot serve with it"
-            raise Rejected("no_default_policy", message, location="policies/")
+            raise Rejected(NO_DEFAULT, message, location="policies/")
         # take-downs of another vocab are looked up anew, which takes its time
         made = await self._composer.run(lambda: self._compose(snapshot.having(policies=state.policies)))
         return made, state
@@ -226,6 +237,22 @@ class Stage:
         """The snapshots in memory, the active one first."""
         active = self._runtime.active
         return self.residents.documents(active, self._runtime.held) if active else []
+
+
+def _check_kept(active: Snapshot, state: InForce) -> None:
+    """What serves goes on serving. Raises Rejected, all findings together, for policies that serve, whose files are
+    there, that nobody has killed, and that could not serve with new versions."""
+    policies = state.policies.policies
+    stopped = {plan.policy for plan in active.policies.plans() if active.plan(plan.policy) is not plan}
+    lost = []
+    for plan in active.policies.plans():
+        loaded = policies.get(plan.policy)
+        if loaded is not None and loaded.plan is None and loaded.errors and plan.policy not in stopped:
+            first = loaded.errors[0]
+            message = f"policy `{plan.policy}` serves, and could not with it: {first.message}"
+            lost.append(Rejected(POLICY_LOST, message, location=f"{first.span.file}:{first.span.line}"))
+    if lost:
+        raise Rejected.together(lost)
 
 
 def _versions(snapshot: Snapshot) -> tuple[str, str]:

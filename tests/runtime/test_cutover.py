@@ -601,3 +601,21 @@ async def test_events_tell_the_way_of_a_version(tmp_path):
         last = events[-1]["number"]
         assert (await get(server.admin, f"/admin/v1/events?after={last}")).json()["events"] == []
         assert (await get(server.admin, "/admin/v1/events?after=x")).status == 422
+
+
+async def test_every_swap_of_the_history_is_an_event_whatever_caused_it(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        weights(root, "v2", 1)
+        await server.settles(serving("v2"))
+        takedown(root, "t1", ["a1"])
+        await server.settles(lambda status: status["active"]["takedowns"]["version"] == "t1")
+        (root / "policies" / "narrow.yaml").write_text("widebeam: 1\nwidths: [4, 4, 4]\n")
+        await server.settles(lambda status: status["history"][-1]["cause"] == "policies")
+        await server.post("kill", {"kill": ["narrow"]})
+        history = (await server.status())["history"][1:]  # the first is the start
+        assert [one["cause"] for one in history] == ["newest", "takedowns", "policies", "kill"]
+        events = [one for one in server.live.events(0) if one["event"] == "cutover"]
+        assert [(one["before"], one["snapshot"], one["cause"]) for one in events] == [
+            (one["from"], one["to"], one["cause"]) for one in history
+        ]
