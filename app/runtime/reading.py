@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -51,12 +53,13 @@ def read_weights(
     sha256 = {name: entry.sha256 for name, entry in manifest.files.items() if _is_streamed(name)}
     kind, precision = family(deployment.family), deployment.precision
     try:
-        check_fits(directory, deployment, device, slots.free_bytes if slots else 0)
-        contract = contracts.of(kind, model_files(directory), deployment, resolve_precision(precision, device))
-        engine = load_weights(
-            directory, kind, deployment.sid, deployment.limits,
-            precision=precision, device=device, slots=slots, sha256=sha256,
-        )  # fmt: skip
+        with _nothing_unexpected():
+            check_fits(directory, deployment, device, slots.free_bytes if slots else 0)
+            contract = contracts.of(kind, model_files(directory), deployment, resolve_precision(precision, device))
+            engine = load_weights(
+                directory, kind, deployment.sid, deployment.limits,
+                precision=precision, device=device, slots=slots, sha256=sha256,
+            )  # fmt: skip
     except Rejected as error:
         if error.code not in NOT_OF_BYTES:
             verify(directory, "weights")
@@ -86,8 +89,23 @@ def model_files(directory: Path) -> ModelFiles:
 
 def read_vocab(directory: Path, sizes: Sequence[int]) -> Vocab:
     """A vocab version, with the files beside its table checked, too. Raises Rejected."""
-    verify(directory, "vocab", lambda name: name != artifact.FILE)
-    return artifact.load_vocab(directory, sizes)
+    with _nothing_unexpected():
+        verify(directory, "vocab", lambda name: name != artifact.FILE)
+        return artifact.load_vocab(directory, sizes)
+
+
+@contextmanager
+def _nothing_unexpected() -> Iterator[None]:
+    """What no check of ours, or of a family's, has thought of is wrong with a version, too: it is refused, with the
+    line of code that tripped over it, and others get their turn. What the machine lacks is no version's fault."""
+    try:
+        yield
+    except (Rejected, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"nobody expected this: {type(error).__name__}: {error} ({Path(at.filename).name}, line {at.lineno})"
+        raise Rejected("unexpected", message) from error
 
 
 def read_fitting_vocab(directory: Path, deployment: Deployment, device: torch.device) -> Vocab:

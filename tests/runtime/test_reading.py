@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from app.cli.compose import read_deployment
+from app.engine.families.onerec import OneRec
 from app.engine.slots import Slots
 from app.errors import Rejected
 from app.runtime.contracts import Contracts
@@ -23,6 +24,30 @@ def flip(file, place):
     data = bytearray(file.read_bytes())
     data[place] ^= 0x40
     file.write_bytes(data)
+
+
+def test_what_nobody_expected_of_a_version_is_a_refusal_and_what_the_machine_lacks_is_none(tmp_path, monkeypatch):
+    root = support.write_root(tmp_path / "root")
+    deployment, contracts, slots = read_deployment(root), Contracts(root), Slots(most=1)
+
+    def raising(error):
+        def build(*_):
+            raise error
+
+        monkeypatch.setattr(OneRec, "build", build)
+
+    for error in (TypeError("unhashable type: 'list'"), OverflowError("int too large"), RuntimeError("no such size")):
+        raising(error)
+        with pytest.raises(Rejected) as caught:
+            read_weights(root / "weights" / "v1", deployment, CPU, contracts, slots)
+        assert caught.value.code == "unexpected"
+        assert str(error) in caught.value.message
+        assert "(test_reading.py, line " in caught.value.message
+        assert slots.lent == 0
+    for error in (OSError(24, "Too many open files"), MemoryError()):
+        raising(error)
+        with pytest.raises(type(error)):
+            read_weights(root / "weights" / "v1", deployment, CPU, contracts, slots)
 
 
 def test_bytes_that_are_not_the_manifests_are_refused_as_such_whatever_they_say(tmp_path):

@@ -13,6 +13,7 @@ from app.errors import Rejected
 
 Positive = Annotated[int, Meta(ge=1, le=2**24)]
 Natural = Annotated[int, Meta(ge=0, le=2**24)]
+MAX_LAYERS = 4096  # modules are made of every one before a tensor is looked for
 
 MAX_PREFIX_ROWS = 2**22
 
@@ -76,7 +77,7 @@ class OneRecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     architectures: tuple[Literal["OneRecLazyDecoder"]] = ("OneRecLazyDecoder",)
     sizes: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=16)]
     d_model: Positive
-    layers: Positive
+    layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
     heads: Positive
     head_dim: Positive
     cross_groups: Positive
@@ -85,7 +86,7 @@ class OneRecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     self_groups: Positive
     ffn: Positive
     eps: Annotated[float, Meta(gt=0, lt=1)] = 1e-6
-    context_layers: Natural = 0
+    context_layers: Annotated[int, Meta(ge=0, le=MAX_LAYERS)] = 0
     history: HistoryConfig | None = None
     features: FeatureConfig | None = None
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0

@@ -17,6 +17,8 @@ from app.engine.families.base import fields_of
 from app.errors import Rejected
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Layers = Annotated[int, Meta(ge=1, le=4096)]  # modules are made of every one before a tensor is looked for
+Head = Annotated[int, Meta(ge=1, le=2**16)]  # a table of rotary positions is, too
 Share = Annotated[float, Meta(gt=0, le=1)]
 LINEAR, FULL = "linear_attention", "full_attention"
 _EXPERTS = 512
@@ -36,7 +38,7 @@ class RawConfig(msgspec.Struct, frozen=True):
     vocab_size: Positive
     hidden_size: Positive
     intermediate_size: Positive
-    num_hidden_layers: Positive
+    num_hidden_layers: Layers
     num_attention_heads: Positive
     num_key_value_heads: Positive
     linear_num_key_heads: Positive = 16
@@ -44,7 +46,7 @@ class RawConfig(msgspec.Struct, frozen=True):
     linear_key_head_dim: Positive = 128
     linear_value_head_dim: Positive = 128
     linear_conv_kernel_dim: Positive = 4
-    head_dim: Positive = 256
+    head_dim: Head = 256
     architectures: list[str] | None = None
     hidden_act: str = "silu"
     rms_norm_eps: Annotated[float, Meta(gt=0, lt=1)] = 1e-6
@@ -304,7 +306,7 @@ def _rope(raw: RawConfig, place: str) -> tuple[float, float, float]:
     kind = values.pop("rope_type", values.pop("type", "default"))
     values.pop("type", None)
     factor = values.pop("factor", 1.0)
-    if kind not in {"default", "linear"}:
+    if kind not in ("default", "linear"):  # no set: it may be a list
         raise _bad(f"{field}.rope_type", f"`{kind}`; `default` and `linear` are served")
     if values:
         raise _bad(f"{field}.{min(values)}", "is not known")
@@ -312,6 +314,6 @@ def _rope(raw: RawConfig, place: str) -> tuple[float, float, float]:
 
 
 def _number(value: object, field: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e300:
         raise _bad(field, f"{value!r} is no positive number", code="bad_config")
     return float(value)

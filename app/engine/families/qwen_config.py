@@ -15,6 +15,8 @@ from app.engine.families.base import fields_of
 from app.errors import Rejected
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Layers = Annotated[int, Meta(ge=1, le=4096)]  # modules are made of every one before a tensor is looked for
+Head = Annotated[int, Meta(ge=1, le=2**16)]  # a table of rotary positions is, too
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -25,10 +27,10 @@ class RawConfig(msgspec.Struct, frozen=True):
     vocab_size: Positive
     hidden_size: Positive
     intermediate_size: Positive
-    num_hidden_layers: Positive
+    num_hidden_layers: Layers
     num_attention_heads: Positive
     num_key_value_heads: Positive | None
-    head_dim: Positive | None = None
+    head_dim: Head | None = None
     architectures: list[str] | None = None
     hidden_act: str = "silu"
     rms_norm_eps: Annotated[float, Meta(gt=0, lt=1)] = 1e-6
@@ -195,7 +197,7 @@ def _rope(raw: RawConfig) -> tuple[float, float]:
     kind = values.pop("rope_type", values.pop("type", "default"))
     values.pop("type", None)
     factor = values.pop("factor", 1.0)
-    if kind not in {"default", "linear"}:
+    if kind not in ("default", "linear"):  # no set: it may be a list
         raise _bad(f"{field}.rope_type", f"`{kind}`; `default` and `linear` are served")
     if values.pop("partial_rotary_factor", 1.0) != 1.0:
         raise _bad(f"{field}.partial_rotary_factor", "only 1 is served")
@@ -206,6 +208,6 @@ def _rope(raw: RawConfig) -> tuple[float, float]:
 
 
 def _positive(value: object, field: str, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e300:
         raise _bad(f"{field}.{name}", f"{value!r} is no positive number", code="bad_config")
     return float(value)

@@ -365,6 +365,8 @@ def test_contexts_that_the_model_does_not_take_are_refused() -> None:
         ({"architectures": ["Qwen3ForCausalLM"]}, "architectures[0]"),
         ({"experts": 4}, ""),
         ({"d_model": "wide"}, "d_model"),
+        ({"layers": 4097}, "layers"),
+        ({"context_layers": 4097}, "context_layers"),
     ],
 )
 def test_a_config_that_contradicts_itself_is_rejected_with_the_field(change, field) -> None:
