@@ -6,15 +6,17 @@ import asyncio
 import errno
 import os
 import subprocess
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from app.runtime import artifact_updates, status
+from app.runtime import artifact_updates, loader, status
 from app.vocab.publish import commit, draft
 from tests import support
+from tests.api.support import ask, get
 from tests.live_support import live_server
 from tests.runtime.test_cutover import SIZES, Load, Truth, items, serving, state_of, weights, world
 
@@ -152,3 +154,27 @@ async def test_weights_that_come_before_their_vocab_never_serve_on_the_old_one(t
         await server.settles(serving("v2", "v2"))
         await more_answers(load, 10)
         assert set(await load.end()) == {("v1", "v1"), ("v2", "v2")}
+
+
+async def test_a_start_that_takes_its_time_is_alive_says_what_it_does_and_is_ready_once(tmp_path, monkeypatch):
+    root, reading, go = world(tmp_path), threading.Event(), threading.Event()
+    real = loader.read_weights
+
+    def read(*args):
+        reading.set()
+        assert go.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(loader, "read_weights", read)
+    async with live_server(root, ready=False) as server:
+        await asyncio.to_thread(reading.wait, 60)
+        for _ in range(20):
+            assert (await get(server.public, "/livez")).status == 200
+            reply = await get(server.public, "/readyz")
+            assert (reply.status, reply.json()["reasons"]) == (503, ["starting: artifacts are being loaded"])
+            assert (await ask(server.public, {"context": {"history": []}, "k": 1}, path="/v1/recommend")).status == 503
+        go.set()
+        await server.ready()
+        for _ in range(20):
+            assert (await get(server.public, "/readyz")).status == 200
+        assert (await server.recommend("i1"))["items"]

@@ -14,7 +14,7 @@ import pytest
 
 from tests import support
 from tests.live_support import Resources, live_server
-from tests.runtime.test_cutover import HISTORIES, Load, Truth, serving, state_of, weights, world
+from tests.runtime.test_cutover import HISTORIES, SIZES, Load, Truth, items, serving, state_of, weights, world
 from tests.runtime.test_live import GOOD, Asking, edits
 from tests.soak.bad import BAD
 
@@ -67,6 +67,13 @@ async def test_cutovers_half_of_them_failing_in_every_way(tmp_path):
             await load.end()
             places.add(next(iter(server.live._runtime.active.engine.slot.tensors.values())).data_ptr())
             truth.known = {key: value for key, value in truth.known.items() if key[0] == good}
+            if n % 3 == 0:  # and a catalogue of other ids
+                words = f"v{n // 3 + 2}"
+                support.write_vocab(root, SIZES, items(f"n{n}-"), version=words)
+                load = Load(server, truth, clients=2)
+                await server.settles(serving(good, words))
+                await load.end()
+                shutil.rmtree(root / "vocab" / f"v{n // 3}", ignore_errors=True)
             for old in (2 * n + 2, 2 * n - 1, 2 * n - 3):
                 shutil.rmtree(root / "weights" / f"v{old}", ignore_errors=True)
             if n == rounds // 5:
