@@ -10,6 +10,7 @@ from torch import Tensor
 
 from app.core import StepOutput
 from app.errors import Rejected
+from app.ops.gated import gated
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TYPES = {torch.uint8: "|u1", torch.int16: "<i2", torch.int32: "<i4", torch.int64: "<i8"}
@@ -40,11 +41,8 @@ class CudaRecorder:
     def record(self, run: Callable[[], StepOutput], *, fresh: bool) -> CudaRecorded:
         """See `graphs.Recorder`. Raises Rejected("capture_failed")."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
-            if not self._began:  # the arena's zeros come first, and cuBLAS's workspace is no graph's
-                self._stream.wait_stream(torch.cuda.current_stream(self._device))
-                few = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
-                few @ few
-                self._began = True
+            if not self._began:
+                self._begin()
             if fresh:
                 run()
             graph = torch.cuda.CUDAGraph()
@@ -60,6 +58,14 @@ class CudaRecorder:
             except RuntimeError as error:
                 raise Rejected("capture_failed", f"a step cannot be captured into a CUDA graph: {error}") from error
             return CudaRecorded(_borrowed(output), graph)
+
+    def _begin(self) -> None:
+        """The arena's zeros come first. cuBLAS and CuPy prepare a thread when it first calls them, which no capture
+        may hold."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        few = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
+        gated(few @ few, few)
+        self._began = True
 
     def used(self) -> int:
         """See `graphs.Recorder`."""

@@ -7,6 +7,7 @@ import io
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import msgspec
@@ -198,7 +199,8 @@ def test_fifty_cutovers_beside_running_batches_leave_the_memory_as_it_is(world):
                 except Rejected as error:
                     assert error.code == "no_slot"
                     time.sleep(0.001)
-            captured.append(loop.prepare(fresh).graphs)
+            with ThreadPoolExecutor(1) as thread_of_its_own:
+                captured.append(thread_of_its_own.submit(loop.prepare, fresh).result().graphs)
             active[0] = fresh
             del fresh
             while len(done) < before + 2:
