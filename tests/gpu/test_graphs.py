@@ -203,7 +203,7 @@ def test_fifty_cutovers_beside_running_batches_leave_the_memory_as_it_is(world):
                 captured.append(thread_of_its_own.submit(loop.prepare, fresh).result().graphs)
             active[0] = fresh
             del fresh
-            while len(done) < before + 2:
+            while len(done) < before + 2 and thread.is_alive():
                 time.sleep(0.0005)
             free, total = torch.cuda.mem_get_info()
             used.append(total - free)
