@@ -137,8 +137,8 @@ def test_a_constant_on_a_row_never_changes_who_is_before_whom_in_it():
 
 
 def test_stochastic_beams_are_drawn_without_replacement_in_proportion_to_their_probability():
-    """V37 on a tree of 3 x 3: ordered pairs of leaves come as often as Plackett and Luce say, within a total variation of
-    0.03 (sampling alone gives about 0.02 over 20,000 draws); fresh noise at each step (V38) is off by 0.14."""
+    """V37 on a tree of 3 x 3: ordered pairs of leaves come as often as Plackett and Luce say, within a total variation
+    of 0.03 (sampling alone gives about 0.02 over 20,000 draws); fresh noise at each step (V38) is off by 0.14."""
     draws, rng = 20_000, np.random.default_rng(10)
     first = np.log(np.array([0.5, 0.3, 0.2]))
     second = np.log(np.array([[0.7, 0.2, 0.1], [0.4, 0.4, 0.2], [0.1, 0.3, 0.6]]))
