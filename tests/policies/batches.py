@@ -27,6 +27,8 @@ COLUMNS = (
     Column("ctx", "country", "text"),
 )
 CATALOGUE = Catalogue((10**6,) * 4, COLUMNS)
+CONDITIONS = ('ctx.country == "BR"', 'ctx.country in ["BR", "MX"]', 'ctx.country != "MX"')
+"""Those on the texts of a request that `case` knows the truth of."""
 LABELS = {one.key: one.labels for one in COLUMNS if one.labels}
 LEVELS = np.array([0.0, -0.0, -0.5, -1.0, -1.0, -2.0, -2.5, -4.0], np.float32)
 
@@ -65,7 +67,8 @@ def case(rng: np.random.Generator, plan: Plan, t: int, c: int, f: int, params: M
         "prior.popularity": -rng.random((w, f)).astype(np.float32),
         "blocked.ads": rng.random((w, f)) < 0.2,
         "boosted.campaign": rng.random((w, f)) < 0.2,
-        "user.age": np.full((w, f), 31, np.float32),
+        "user.age": np.full((w, f), rng.choice([31, 0, -2, 1e30]), np.float32),
+        **{text: np.full((w, f), rng.random() < 0.5) for text in CONDITIONS},
     }
     seeds, codes = torch.full((w,), seed, dtype=torch.int64), torch.from_numpy(code)
     rows = torch.from_numpy(prefix)
@@ -122,12 +125,8 @@ def run_batch(plan: Plan, t: int, cases: Sequence[Case]) -> list[Chosen]:
 
     values = [[grid.params.get(name, 0.0) for name in plan.structure.params] for grid in grids]
     carry = None if any(grid.carry is None for grid in grids) else joined([grid.carry for grid in grids])
-    extra = {
-        name: joined([grid.extra[name] for grid in grids])
-        for name in program.uses
-        if "." in name and name[:4] != "ctx."
-    }
-    extra = {name: column[:, 0] if name.startswith("user.") else column for name, column in extra.items()}
+    extra = {name: joined([grid.extra[name] for grid in grids]) for name in program.uses if name in grids[0].extra}
+    extra = {name: column[:, 0] if name.startswith(("user.", "ctx.")) else column for name, column in extra.items()}
     inputs = StepInputs(
         logits=joined([sanitise(grid.logits)[0] for grid in grids]),
         log_norm=None,

@@ -23,7 +23,8 @@ NUMBERS = st.sampled_from(["0.5", "2", "param.g", "param.p", "-1", "step", "widt
 MASKS = st.sampled_from(
     ["trie", "not seen", "trie and not seen", "trie or seen", "trie and not blocked.ads", "none", "trie and step < 3",
      'trie and attr.genre in ["drama", "crime"]', 'not (attr.genre == "drama") and step > 0',
-     "trie and param.g < attr.age"]
+     "trie and param.g < attr.age", 'trie and (ctx.country == "BR" or attr.cold)', 'not (ctx.country in ["BR", "MX"])',
+     'trie and (ctx.country != "MX" or user.age > param.g)', "trie and not boosted.campaign"]
 )  # fmt: skip
 
 
@@ -36,6 +37,7 @@ def numbers(names: str) -> st.SearchStrategy[str]:
             st.tuples(inner, inner).map(lambda p: f"max({p[0]}, {p[1]})"),
             inner.map(lambda one: f"clip({one}, -3, 2)"),
             inner.map(lambda one: f"abs({one})"),
+            st.tuples(inner, inner).map(lambda p: f'where(ctx.country == "BR", {p[0]}, {p[1]})'),
         ),
         max_leaves=4,
     )
@@ -56,14 +58,24 @@ SELECTS = st.sampled_from(
 )
 
 
+WIDTHS = st.tuples(*(st.sampled_from([2, 4, 5, 8]) for _ in range(3)))
+LOADS = st.dictionaries(st.sampled_from(["busy", "quiet"]), WIDTHS, max_size=2).map(
+    lambda given: (
+        "load: {" + ", ".join(f"{level}: {{widths: {list(one)}}}" for level, one in given.items()) + "}\n"
+        if given
+        else ""
+    )
+)
+
+
 @st.composite
 def policies(draw: st.DrawFn) -> str:
     lines = [f"normalize: {draw(st.sampled_from(['none', 'none', 'none', 'valid', 'step']))}", f"mask: {draw(MASKS)}"]
     if draw(st.booleans()):
-        lines.append(f"score: parent + {draw(numbers('logp parent'))}")
+        lines.append(f"score: parent + {draw(numbers('logp parent user.age prior.popularity'))}")
     if draw(st.booleans()):
         lines.append(
-            f"rank: score + {draw(numbers('score logp parent sibling gumbel uniform attr.age prior.popularity'))}"
+            f"rank: score + {draw(numbers('score logp parent sibling gumbel uniform attr.age user.age prior.popularity'))}"
         )
     for word, strategy in (("keep", KEEPS), ("prune", PRUNES), ("quota", LIMITS)):
         given_lines = draw(st.lists(strategy, max_size=3, unique=True)) if draw(st.booleans()) else []
@@ -71,7 +83,7 @@ def policies(draw: st.DrawFn) -> str:
             lines += [f"{word}:", *(f"  - {one}" for one in given_lines)]
     lines.append(f"select: {draw(SELECTS)}")
     tail = "  1: {quota: none}\n" if draw(st.booleans()) else ""
-    return HEAD + "".join(f"    {one}\n" for one in lines) + tail
+    return draw(LOADS) + HEAD + "".join(f"    {one}\n" for one in lines) + tail
 
 
 @settings(max_examples=80, deadline=None)
