@@ -38,7 +38,7 @@ def routes(front: Front) -> APIRouter:
         {"name": "unit", "in": "query", "required": True, "schema": {**text, "minLength": 1, "maxLength": 512}},
     ]
     described = openapi.operation(
-        "assignment", tag="admin", answers={200: dict}, errors=(401, 403, 404, 422), parameters=parameters
+        "assignment", tag="admin", answers={200: dict}, errors=(401, 403, 404, 422, 503), parameters=parameters
     )
     router.add_api_route("/assignments/{experiment}", assignment, **described)
     return router

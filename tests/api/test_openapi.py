@@ -13,13 +13,14 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 
 from app.api.app import admin, public
 from app.api.health import Readiness
+from app.errors import InvalidRequest, Rejected
 from app.runtime.logs import make_log
 from app.runtime.metrics import Metrics
 from tests.api.support import GOLDEN, FakeFront, deployment
 
 
 def application(make=public, **extra):
-    front = FakeFront()
+    front = extra.get("control") or FakeFront()
     return make(front, deployment(), Metrics(), make_log(io.BytesIO()), Readiness(front), **extra)
 
 
@@ -92,6 +93,91 @@ def test_schemathesis_finds_no_server_error_and_no_undocumented_answer():
 
         check()
     assert "/v1/recommend" in seen
+
+
+class FakeControl(FakeFront):
+    """What an operator may do, refused in every documented way by name."""
+
+    boot, epoch = "b00t", "b00t-1"
+
+    def status(self):
+        found = {"kind": "weights", "version": "v1", "state": "active", "at": "now"}
+        return {**super().status(), "artifacts": [found], "history": [], "policies": {"base": {"state": "live"}}}
+
+    def assignment(self, experiment, unit, ctx, user):
+        return {"experiment": experiment, "unit": unit} if len(experiment) % 2 else None
+
+    def policies(self):
+        return {"policies": {}, "errors": [], "last_attempt_ok": True}
+
+    async def reload_policies(self):
+        return {**self.policies(), "last_attempt_ok": False}
+
+    async def check_policy(self, name, text):
+        return {"ok": False, "policy_id": None, "diagnostics": [{"file": name, "text": text[:9]}]}
+
+    async def explain_policy(self, name):
+        return {"policy": name} if name == "base" else None
+
+    async def kill(self, add, remove):
+        if "base" in set(add):
+            raise InvalidRequest("the default cannot be killed", path="$.kill")
+        return {"killed": [{"name": name, "by": "post"} for name in add]}
+
+    def snapshots(self):
+        return {"snapshots": [{"id": "s1", "state": "active"}], "desired": {}}
+
+    async def select(self, snapshot_id, cause):
+        if snapshot_id != "s1":
+            raise Rejected("canary_failed", f"{cause}: no", location="policies/")
+        return {"snapshot": "s1", "state": "active", "pin": None}
+
+    async def ask(self, versions, wait_s):
+        if len(versions) == 2:
+            raise Rejected("requires", "they do not go together", location="weights/v1/MANIFEST.json")
+        return {"state": "pending" if wait_s < 1 else "active", "pin": versions}
+
+    def unpin(self, snapshot_id=None):
+        return {"pin": snapshot_id}
+
+    def events(self, after):
+        return [{"number": after + 1, "at": "now", "event": "pin"}]
+
+    async def told(self, after):
+        await asyncio.Event().wait()
+
+    def drain(self):
+        return {"draining": True}
+
+
+def asked_as_localhost(app):
+    """Without tokens the admin port answers those only who name this machine."""
+
+    async def asked(scope, receive, send):
+        if scope["type"] == "http":
+            rest = [(name, value) for name, value in scope["headers"] if name != b"host"]
+            scope = {**scope, "headers": [*rest, (b"host", b"localhost")]}
+        await app(scope, receive, send)
+
+    return asked
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_schemathesis_finds_no_server_error_on_the_admin_port_either():
+    app = asked_as_localhost(application(admin, tokens=None, control=FakeControl()))
+    schema = schemathesis.openapi.from_asgi("/admin/v1/openapi.json", app)
+    seen = set()
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        seen.add(operation.path)
+
+        @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @given(case=operation.as_strategy())
+        def check(case):
+            case.validate_response(case.call(), checks=CHECKS)
+
+        check()
+    assert {"/admin/v1/kill", "/admin/v1/snapshots/{snapshot}:unpin", "/admin/v1/policies:check"} <= seen
 
 
 def test_an_answer_validates_against_the_document():
