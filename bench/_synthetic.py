@@ -56,8 +56,8 @@ class Shape(NamedTuple):
         )  # fmt: skip
 
     def decode_flop(self, requests: int) -> float:
-        """Model FLOP of the decode steps of a batch: 2 a multiply-add of the products, 4 s d a layer for an attention over
-        s positions; 1 + (steps - 1) * width rows a request."""
+        """Model FLOP of the decode steps of a batch: 2 a multiply-add of the products, 4 s d a layer for an attention
+        over s positions; 1 + (steps - 1) * width rows a request."""
         matrices = self.layers * (6 * self.d * self.d + 3 * self.d * self.ffn) + self.d * self.codes
         per_row = 2 * matrices + 4 * self.layers * self.d * self.context
         rows = [1] + [self.width] * (self.steps - 1)
@@ -93,13 +93,13 @@ class OnePolicy:
         return [self._plan]
 
 
-def engine_of(shape: Shape, limits: Limits, device: torch.device) -> Engine:
-    """Random weights, bfloat16; logits of about 2 standard deviations."""
+def engine_of(shape: Shape, limits: Limits, device: torch.device, dtype: torch.dtype) -> Engine:
+    """Random weights; logits of about 2 standard deviations."""
     sid = SidConfig(sizes=(shape.codes,) * shape.steps)
     config = msgspec.to_builtins(shape.config)
-    family = OneRec.build(ModelFiles(config, Path(), {}), sid, limits, torch.bfloat16)
+    family = OneRec.build(ModelFiles(config, Path(), {}), sid, limits, dtype)
     named = dict(family.named_parameters())
-    layout = Layout(tuple((name, tuple(one.shape)) for name, one in named.items()), torch.bfloat16, device)
+    layout = Layout(tuple((name, tuple(one.shape)) for name, one in named.items()), dtype, device)
     slot = Slots().take(layout)
     torch.manual_seed(1)
     for name, memory in slot.tensors.items():
@@ -109,7 +109,7 @@ def engine_of(shape: Shape, limits: Limits, device: torch.device) -> Engine:
         else:
             memory.normal_().mul_(_deviation(name, memory.shape[1], shape))
         setattr(family.get_submodule(owner), leaf, nn.Parameter(memory, requires_grad=False))
-    return Engine(family.to(device).eval(), device=device, dtype=torch.bfloat16, slot=slot)
+    return Engine(family.to(device).eval(), device=device, dtype=dtype, slot=slot)
 
 
 def _deviation(name: str, inputs: int, shape: Shape) -> float:
@@ -121,14 +121,16 @@ def _deviation(name: str, inputs: int, shape: Shape) -> float:
     return 1 / math.sqrt(inputs) / quiet
 
 
-def snapshot_of(shape: Shape, batch: int, device: torch.device, policy: str) -> Snapshot:
+def snapshot_of(
+    shape: Shape, batch: int, device: torch.device, policy: str, dtype: torch.dtype = torch.bfloat16
+) -> Snapshot:
     """A snapshot with a random catalogue and one policy."""
     sizes = (shape.codes,) * shape.steps
     limits = Limits(
         widths=(shape.width,) * shape.steps, rows=batch * shape.width, batch=batch, context=shape.context, k=shape.width
     )
     deployment = Deployment(family="onerec", sid=SidConfig(sizes=sizes), precision="bfloat16", limits=limits)
-    engine = engine_of(shape, limits, device)
+    engine = engine_of(shape, limits, device, dtype)
     contract = make_contract(engine, {}, deployment, "bfloat16")
     plan, findings = compile_policy("base", {"base": Source("base.yaml", policy.encode())}, contract)
     assert plan is not None, findings

@@ -1,0 +1,67 @@
+"""The bench of whole batches as far as it needs no GPU: its modes answer alike, and its arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from app.runtime.job import Batch
+from bench import e2e
+from bench._modes import MODES, OnePlan
+from bench._synthetic import Shape, jobs_of, snapshot_of
+
+SMALL = Shape(codes=32, width=16, context=12, d=32, layers=2, heads=2, ffn=64, items=3000)
+KINDS = dict.fromkeys([*e2e.KINDS, "rest"], 0.5)
+
+
+@pytest.fixture(scope="module")
+def snapshot():
+    return snapshot_of(SMALL, 3, torch.device("cpu"), e2e.POLICY, torch.float32)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_plan_for_all_steps_finds_what_the_step_plans_find(mode, snapshot):
+    jobs = jobs_of(snapshot, 3, seed=1, k=16)
+    expected = {id(end.job): end.result for end in e2e.plain().serve(Batch(jobs))}
+    for end in OnePlan(mode, snapshot, 3).serve(Batch(jobs)):
+        assert end.result.items.tolist() == expected[id(end.job)].items.tolist()
+        np.testing.assert_allclose(end.result.scores, expected[id(end.job)].scores, atol=1e-5)
+        assert len(end.result.items) == 16
+
+
+@pytest.mark.parametrize("mode", e2e.ORDER)
+def test_a_mode_is_measured_and_shown(mode, snapshot, monkeypatch):
+    monkeypatch.setattr(e2e, "profiled", lambda _: {"kinds_ms": KINDS, "busy_ms": 3.0})
+    monkeypatch.setattr(e2e, "SETS", 2)
+    run = e2e.measure(mode, e2e.prepared(mode, snapshot, 2), 2, SMALL, snapshot, 0.0, 5)
+    assert run["alike"] == 1
+    assert run["batches"] >= 8
+    assert run["p99_ms"] >= run["median_ms"] > 0
+    assert set(run["steps_ms"]) == (set() if mode in MODES else {"context", "1", "2", "3", "4"})
+    about = dict.fromkeys(("device", "torch", "cuda", "commit"), "x")
+    shown = e2e.markdown({**about, "parameters": 1, "runs": e2e.merged([], [run])})
+    assert f"| {mode} | 2 | " in shown
+
+
+def test_flop_are_those_of_the_products_and_attentions():
+    shape = Shape(codes=10, steps=2, width=3, context=7, d=4, layers=1, heads=1, ffn=5)
+    row = 2 * (6 * 16 + 3 * 20 + 40) + 4 * 7 * 4
+    assert shape.decode_flop(2) == 2 * (4 * row + 4 * 4 * (1 * 1 + 3 * 2))
+    assert shape.context_flop(2) == 2 * 7 * 2 * 16
+
+
+def test_runs_are_merged_by_mode_and_batch_size():
+    old = [{"mode": "eager", "batch": 1, "qps": 1}, {"mode": "step", "batch": 8, "qps": 1}]
+    new = [{"mode": "step", "batch": 8, "qps": 2}, {"mode": "step", "batch": 1, "qps": 2}]
+    found = [(one["mode"], one["batch"], one["qps"]) for one in e2e.merged(old, new)]
+    assert found == [("step", 1, 2), ("step", 8, 2), ("eager", 1, 1)]
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("memcpy128", "copies"), ("memset (device)", "copies"), ("void pytorch_flash::flash_fwd_kernel", "attention"),
+    ("slots_4", "attention"), ("scan", "selection"), ("nvjet_sm90_tst_256x128", "products"), ("gated", "rest"),
+    ("cublaslt::splitkreduce_kernel", "products"),
+])  # fmt: skip
+def test_kernels_have_a_kind(name, kind):
+    assert e2e._kind(name) == kind
