@@ -58,6 +58,7 @@ SELECTS = st.sampled_from(
 )
 
 
+RANKED = "score logp parent sibling gumbel uniform attr.age user.age prior.popularity"
 WIDTHS = st.tuples(*(st.sampled_from([2, 4, 5, 8]) for _ in range(3)))
 LOADS = st.dictionaries(st.sampled_from(["busy", "quiet"]), WIDTHS, max_size=2).map(
     lambda given: (
@@ -74,9 +75,7 @@ def policies(draw: st.DrawFn) -> str:
     if draw(st.booleans()):
         lines.append(f"score: parent + {draw(numbers('logp parent user.age prior.popularity'))}")
     if draw(st.booleans()):
-        lines.append(
-            f"rank: score + {draw(numbers('score logp parent sibling gumbel uniform attr.age user.age prior.popularity'))}"
-        )
+        lines.append(f"rank: score + {draw(numbers(RANKED))}")
     for word, strategy in (("keep", KEEPS), ("prune", PRUNES), ("quota", LIMITS)):
         given_lines = draw(st.lists(strategy, max_size=3, unique=True)) if draw(st.booleans()) else []
         if given_lines:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -67,11 +68,11 @@ POLICIES = {
 }  # fmt: skip
 
 
-def items() -> list[dict[str, object]]:
+def items(count: int = 70, prefixes: int = 40, seed: int = 5) -> list[dict[str, object]]:
     """70 items on 40 SIDs, most attributes missing here and there."""
-    sids, random = support.random_sids(SIZES, 40).tolist(), np.random.default_rng(5)
+    sids, random = support.random_sids(SIZES, prefixes, seed - 5).tolist(), np.random.default_rng(seed)
     out: list[dict[str, object]] = []
-    for at in range(70):
+    for at in range(count):
         attrs: dict[str, object] = {"ratings": int(random.integers(0, 9)), "ad": int(random.random() < 0.3)}
         if random.random() < 0.9:
             attrs["year"] = int(random.integers(1990, 2020))
@@ -79,7 +80,9 @@ def items() -> list[dict[str, object]]:
             attrs["genre"] = str(random.choice(GENRES))
         if random.random() < 0.7:
             attrs["quality"] = int(random.integers(0, 3))
-        out.append({"id": f"i{at}", "sid": sids[at if at < 40 else int(random.integers(0, 40))], "attrs": attrs})
+        out.append(
+            {"id": f"i{at}", "sid": sids[at if at < prefixes else int(random.integers(0, prefixes))], "attrs": attrs}
+        )
     return out
 
 
@@ -191,6 +194,20 @@ def test_policies_that_read_declared_columns_answer_as_the_sequential_search(tmp
         assert want or job.request.policy == "out_there", job.request.policy
         assert got == [id_ for id_, _ in want], job.request.policy
         np.testing.assert_allclose(ranked.scores, [score for _, score in want], atol=1e-4, err_msg=job.request.policy)
+
+
+@pytest.mark.parametrize(("count", "prefixes", "seed"), [(50, 9, 6), (200, 30, 8)])
+def test_over_other_catalogues_they_do_so_too(tmp_path, monkeypatch, count, prefixes, seed):
+    made = items(count, prefixes, seed)
+    monkeypatch.setattr(sys.modules[__name__], "CATALOGUE", made)
+    monkeypatch.setattr(sys.modules[__name__], "TOTAL", sum(int(item["attrs"]["ratings"]) for item in made))
+    present = {item["attrs"].get("genre") for item in made}
+    assert present >= set(GENRES)
+    deployment, loaded = snapshot_of(tmp_path, catalogue=made)
+    jobs = [support.job_of(loaded.snapshot, deployment, HISTORY, policy=name, k=12) for name in POLICIES]
+    for job, ranked in zip(jobs, support.run_batch(jobs), strict=True):
+        want = SideOracle(loaded.snapshot.vocab, job).search()
+        assert loaded.snapshot.vocab.ids(ranked.items) == [id_ for id_, _ in want], job.request.policy
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
