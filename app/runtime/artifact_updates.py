@@ -27,7 +27,7 @@ from app.runtime.residents import Resident
 from app.runtime.retries import Retries
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
-from app.runtime.stage import HEAVY, IN_MEMORY, Stage
+from app.runtime.stage import BY_POLICIES, HEAVY, IN_MEMORY, Stage
 from app.runtime.states import State
 from app.runtime.status import Reason
 from app.runtime.survey import DEPLOYMENT, Candidate, Survey, read_overlay, survey
@@ -60,7 +60,7 @@ class ArtifactUpdates:
         self._policies, self._ledger, self._log = policies, ledger, log
         self._background = Background("artifacts", heavy=True)
         self._survey: Survey | None = None
-        self._settled = ("", 0)
+        self._settled: tuple[str, object] = ("", None)
         self._refused: dict[tuple[Kind, str], str] = {}
         self._apart: dict[tuple[str, str], bool] = {}
         self._retries = Retries(time.monotonic)
@@ -101,13 +101,15 @@ class ArtifactUpdates:
             seen = await self._still_survey()
             await self._look(seen)
             self._try_again(seen)
-            generation = self._policies.generation
-            if generation != self._settled[1]:  # what did not go with the policies may go with them now
+            edition = self._policies.edition
+            if edition != self._settled[1]:  # what did not go with the policies may go with them now
                 self._apart = {pair: why for pair, why in self._apart.items() if not why}
-            if self._settled == (seen.fingerprint, generation):
+                if self._overlay.problem is not None and self._overlay.problem.code in BY_POLICIES:
+                    self._look_at_overlay(seen)
+            if self._settled == (seen.fingerprint, edition):
                 return
             if not await self._pursue(seen):
-                self._settled = (seen.fingerprint, generation)
+                self._settled = (seen.fingerprint, edition)
                 return
             self._tell()
 
@@ -150,7 +152,7 @@ class ArtifactUpdates:
     def _try_again(self, seen: Survey) -> None:
         """What was refused for a reason that may have passed counts as new."""
         for what in self._retries.due():
-            self._settled = ("", 0)
+            self._settled = ("", None)
             if what == DEPLOYMENT:
                 self._look_at_overlay(seen)
             self._refused = {known: why for known, why in self._refused.items() if known != what}
@@ -282,7 +284,7 @@ class ArtifactUpdates:
             self._say_overlay()
             self._log.error("deployment_rejected", code=error.code, message=error.message, location=error.location)
             return
-        self._apart[want.weights.digest, want.vocab.digest] = error.code == "no_default_policy"
+        self._apart[want.weights.digest, want.vocab.digest] = error.code in BY_POLICIES
         for kind, one in want.options:
             if self._ledger.state(kind, one.version) not in IN_MEMORY:
                 self._ledger.reject(kind, one.version, error)

@@ -217,6 +217,11 @@ class PolicyUpdates:
         """How often the policies in force have changed; 0 = none have been read."""
         return self.in_force.generation if self.in_force else 0
 
+    @property
+    def edition(self) -> object:
+        """Equal as long as neither the files nor what is in force of them has changed."""
+        return (self.in_force.generation, self.in_force.listing) if self.in_force else None
+
     # ---- saying so ---------------------------------------------------------------------------------------------
 
     def status(self, killed: frozenset[str]) -> dict[str, object]:

@@ -88,8 +88,8 @@ class Stage:
         return next((one for one in self.residents if want.met_by(one)), None)
 
     async def prepare(self, want: Want) -> Resident:
-        """Everything up to `ready`. Raises Refused for a version, Rejected where the set does not work together or where
-        a policy that serves could not with a new version, NoSlot where its weights have nowhere to go until requests on
+        """Everything up to `ready`. Raises Refused for a version, Rejected where the set does not work together, or a
+        policy that serves could not with a new version, NoSlot where its weights have nowhere to go until requests on
         older ones have ended."""
         active = self._runtime.active
         assert active is not None, "updates begin when something serves"
