@@ -25,6 +25,8 @@ from app.errors import Rejected
 MAX_HEADER: Final = 4 << 20
 """Bytes: some 40,000 tensors. The format's own library takes 100 MB, but whoever parses holds the interpreter, seconds
 for that much, and requests would wait. More tensors go into several files."""
+FORMATS_OWN: Final = 100 << 20
+"""Bytes of a header in the format's own library: what says more is something else, a pickle perhaps."""
 MAX_DIMENSIONS: Final = 64
 """As torch has them."""
 CHUNK: Final = 4 << 20
@@ -129,6 +131,8 @@ class Reader:
             length = int.from_bytes(first[: self._fill(first)], "little")
             if total < 10:
                 raise _bad(file, f"{total} bytes are no safetensors file", code="truncated")
+            if length > FORMATS_OWN:
+                raise _bad(file, f"not a safetensors file (header length {length})")
             if 8 + length > total:
                 raise _bad(file, f"the header says {length} bytes, the file has {total}", code="truncated")
             if length > MAX_HEADER:
