@@ -23,6 +23,10 @@ _PRECUT = {
     "E": "E: the rank rewrites each candidate",
 }
 
+_LOGIT = {"float32": 4}
+_SURVIVOR = 20
+"""Bytes: of a logit in another precision than 2, and of a survivor (parent, code, order, node, score)."""
+
 
 def explain(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue | None = None) -> dict[str, object]:
     """The plan as JSON-ready data: ids, widths, parameters, and for each step its shapes and phases with origins."""
@@ -42,6 +46,8 @@ def explain(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue
                 "candidates": "children of the trie" if program.children else "all codes",
                 "precut": program.precut,
                 "selection": "ranks" if program.legal is None else "logits",
+                "cuts": program.cuts,
+                "bytes": _bytes(contract, before, shape.codes, after),
                 "reads": sorted(program.uses),
                 "phases": {
                     word: {"value": content_text(phases[word].value), "from": _origin(phases[word])}
@@ -123,6 +129,12 @@ def explain_text(policy: Policy, plan: Plan, contract: Contract, catalogue: Cata
         out += _lines(phases, STEP_PHASES)
         out.append(f"  candidates   {source}; precut class {_PRECUT[program.precut]}")
         out.append(f"  selection    {_SELECTION[program.legal is not None]}")
+        out.append(f"  cut          {program.cuts}")
+        size = _bytes(contract, before, shape.codes, after)
+        ranks = f"at most {size['ranks']}{'' if program.legal is None else ', none from the logits'}"
+        out.append(
+            f"  bytes        logits {size['logits']}, ranks {ranks}, survivors {size['survivors']}; for one request"
+        )
         if program.uses:
             out.append(f"  reads        {', '.join(sorted(program.uses))}")
     out.append("final")
@@ -131,6 +143,13 @@ def explain_text(policy: Policy, plan: Plan, contract: Contract, catalogue: Cata
     if plan.underfill == "error":
         out.append("  a list shorter than asked fails the request (underfill: error)")
     return "\n".join(out)
+
+
+def _bytes(contract: Contract, rows: int, codes: int, survivors: int) -> dict[str, int]:
+    """What a step of one request reads and makes: logits in the contract's precision, fp32 ranks of all candidates (at
+    most all codes), survivors."""
+    logit = _LOGIT.get(contract.precision, 2)
+    return {"logits": rows * codes * logit, "ranks": rows * codes * 4, "survivors": survivors * _SURVIVOR}
 
 
 def _columns(plan: Plan, contract: Contract, catalogue: Catalogue | None) -> dict[str, str]:

@@ -17,7 +17,7 @@ from app.policies.lower import Scope, lower_condition, lower_number
 from app.policies.names import Dependence
 from app.policies.operators import Operator, Operators
 from app.policies.plan import Normalize, StepProgram
-from app.policies.program import Applied, Limit, Parts, Select, legality, program
+from app.policies.program import Applied, Limit, Parts, Select, cuts, legality, program
 from app.policies.resolve import Policy, Resolved
 
 _NORMALIZE: dict[str, Normalize] = {"full": "full", "step": "step", "valid": "valid", "none": "none"}
@@ -70,6 +70,7 @@ def lower_step(
         carries=select.carries,
         legal=legality(parts) if _follows_logits(parts, show(score), precut) else None,
         masked=parts.mask is not True,
+        cuts=cuts(parts),
     )
 
 

@@ -105,6 +105,7 @@ class StepProgram:
               and L): which candidates may be selected, [n, F] bool; None = all of them. Then selection from the logits
               themselves (`app.ops.selection.select_logits`) gives what `run` and the best K of its ranks give
     masked    whether the mask says more than `children`; where not, only what the request excludes is left out
+    cuts      what may be cut from the rows before the survivors are taken, in words (policy-language 2.3)
     """
 
     children: bool
@@ -115,6 +116,7 @@ class StepProgram:
     carries: bool = False
     legal: Callable[[StepInputs], Tensor | None] | None = None
     masked: bool = True
+    cuts: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,5 +260,24 @@ def _quota(parts: Parts, inputs: StepInputs, frame: Frame, rank: Tensor, field: 
         return choose.Quota(one.limit, one.group.number(inputs, frame.known))
 
     inner_first = sorted(parts.caps, key=lambda one: -(one.group.depth or 0))
-    nested = all(one.group.nested for one in (*parts.caps, *parts.floors))
-    return choose.quota(rank, field, [of(one) for one in inner_first], [of(one) for one in parts.floors], cut=nested)
+    caps, floors = [of(one) for one in inner_first], [of(one) for one in parts.floors]
+    return choose.quota(rank, field, caps, floors, cut=_nested(parts))
+
+
+def _nested(parts: Parts) -> bool:
+    """Whether every group of a quota is a union of rows."""
+    return all(one.group.nested for one in (*parts.caps, *parts.floors))
+
+
+def cuts(parts: Parts) -> str:
+    """What may be cut from the rows of a step before its survivors are taken, for `explain`."""
+    if parts.caps or parts.floors:
+        if _nested(parts):
+            return "rows to their best K: every group of the quota is a union of rows"
+        heads = ", ".join(f"{times} K" for times in choose.HEADS)
+        return f"none: groups of the quota cross rows; the best {heads} of a request are looked at, then all"
+    return {
+        "explore": "rows to their best K by rank, and again by rank with noise",
+        "diverse": "rows to their best K, once and unpenalised, for all groups",
+        "stochastic": "rows to their best K by Gumbel, which keeps the order of a row",
+    }.get(parts.select.name, "rows to their best K")

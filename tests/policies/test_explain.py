@@ -51,6 +51,27 @@ def test_the_data_says_the_same_as_the_text():
     assert data["steps"][0]["phases"]["select"] == {"value": "top()", "from": "all of policies/base.yaml:8"}
     assert data["params"]["penalty"]["range"] == [0.0, 50.0]
     assert data["widths"] == {"value": [512, 512, 512], "from": "contract"}
+    assert data["steps"][1]["bytes"] == {"logits": 64 * 64 * 4, "ranks": 64 * 64 * 4, "survivors": 512 * 20}
+
+
+@pytest.mark.parametrize(
+    ("phase", "cut"),
+    [
+        ("select: top()", "rows to their best K"),
+        ("select: explore(share=0.1)", "rows to their best K by rank, and again by rank with noise"),
+        ("select: diverse(groups=2, penalty=1)", "rows to their best K, once and unpenalised, for all groups"),
+        ("quota: ['cap(prefix[1], 3)']", "rows to their best K: every group of the quota is a union of rows"),
+        ("quota: ['cap(token[3], 3)']", "none: groups of the quota cross rows; the best 4 K, 32 K of a request"),
+    ],
+)
+def test_what_is_cut_from_the_rows_is_said_for_each_way_to_select(phase, cut):
+    key = "all" if "select" in phase else "3"
+    sources = {"feed": Source("feed.yaml", f"widebeam: 1\nsteps:\n  {key}:\n    {phase}\n".encode())}
+    policy, found = check_policy("feed", Library(sources), CONTRACT, CATALOGUE)
+    assert not found.errors, found.text()
+    plan = lower(policy, CONTRACT)
+    assert str(explain(policy, plan, CONTRACT, CATALOGUE)["steps"][2]["cuts"]).startswith(cut)
+    assert f"  cut          {cut}" in explain_text(policy, plan, CONTRACT, CATALOGUE)
 
 
 if __name__ == "__main__":
