@@ -68,8 +68,11 @@ class Streams:
             raise errors.TooManyStreams(f"{MAX_STREAMS} clients follow the events already", retry_after_s=5)
         boot, _, number = last_id.partition("-")
         restarted = last_id != "" and not (boot == self._control.boot and number.isascii() and number.isdigit())
-        if last_id:
-            after = 0 if restarted else int(number[:16])
+        if last_id and not restarted:
+            after = int(number[:16])
+            restarted = not self._control.events(after - 1)  # there is no such event: nobody can have seen it
+        if restarted:
+            after = 0
         return _Stream(self, self._chunks(after, restarted))
 
     def opened(self) -> None:

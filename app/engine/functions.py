@@ -56,6 +56,19 @@ def links(functions: Iterable[Function]) -> tuple[Link, ...]:
     )
 
 
+def check_stored(family: Family, functions: Sequence[Function], sizes: Sequence[int]) -> None:
+    """Raise Rejected("bad_family") where functions that a file names cannot be this family's: others than `encode` and
+    a step each, or others' state. So whoever goes through them has no more to do than the family makes."""
+    if [one.name for one in functions] != ["encode", *(f"step {t}" for t in range(1, len(sizes) + 1))]:
+        raise Rejected("bad_family", f"has other functions than encode and {len(sizes)} steps")
+    declared = {spec.name for spec in family.state_specs()}
+    for function in functions:
+        for names in (function.reads, function.writes):
+            if len(set(names)) < len(names) or not declared.issuperset(names):
+                raise _bad(family, function, "names state that the family does not declare, or names it twice")
+    check_functions(family, functions, sizes)
+
+
 def check_functions(family: Family, functions: Sequence[Function], sizes: Sequence[int]) -> None:
     """Raise Rejected("bad_family") where exported functions contradict what the family declares."""
     for function in functions:

@@ -10,7 +10,7 @@ none. So an edit of limits that no function reads needs no export, and a stale f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -23,7 +23,7 @@ from app.core import Contract
 from app.engine import facts
 from app.engine.apart import export_apart
 from app.engine.families.base import Family, ModelFiles
-from app.engine.functions import Function
+from app.engine.functions import Function, check_stored
 from app.errors import Rejected
 from app.runtime import state_dir
 from app.runtime.contract import BESIDE, Parts, contract_id, contract_of, make_parts
@@ -87,7 +87,7 @@ class Contracts:
         stored, found = self.stored(deployment)
         for problem in found:
             self._say("contract_refused", problem)
-        known = None if anew else next((one for one in stored if one.made_for == key), None)
+        known = None if anew else self._known(stored, key, model.family, deployment)
         functions = known.functions if known else export_apart(kind, files, deployment.sid, deployment.limits, dtype)
         name = str(dtype).removeprefix("torch.")
         weights = facts.weight_facts(model.family, dtype)
@@ -108,6 +108,20 @@ class Contracts:
                 except Rejected as error:
                     bad.append(error)
         return tuple(good), tuple(bad)
+
+    def _known(self, stored: Sequence[Stored], key: str, family: Family, deployment: Deployment) -> Stored | None:
+        """The file whose functions are taken instead of an export. A file says itself what it was made for, and makes
+        its id of what it says: whether that can be true is looked at."""
+        for one in stored:
+            if one.made_for == key:
+                try:
+                    check_stored(family, one.functions, deployment.sid.sizes)
+                except Rejected as error:
+                    place = f"{one.file.parent.name}/{one.file.name}"
+                    self._say("contract_refused", Rejected("contract_tampered", error.message, location=place))
+                else:
+                    return one
+        return None
 
     def _folders(self, deployment: Deployment) -> tuple[tuple[Path, str], ...]:
         """Where files are looked for, and stored in the first that can be written to; with the names of places."""

@@ -81,8 +81,9 @@ async def test_a_stream_goes_on_where_the_last_one_ended(shared):
     assert json.loads(more[0]["data"])["number"] == numbers[-1] + 1
 
 
-@pytest.mark.parametrize("last", ["another-7", "nonsense", "7"])
+@pytest.mark.parametrize("last", ["another-7", "nonsense", "7", "BOOT-99999", "BOOT--1"])
 async def test_a_client_of_another_process_is_told_and_gets_everything(shared, last):
+    last = last.replace("BOOT", shared.live.boot)
     async with following(shared, last_event_id=last) as follower:
         assert (await follower.next())["event"] == "restarted"
         assert json.loads((await follower.next())["data"])["number"] == 1

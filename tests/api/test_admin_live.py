@@ -113,6 +113,7 @@ async def test_a_decision_counts_only_for_the_epoch_it_names(shared):
     ):  # fmt: skip
         late = await post(path, body, before)
         assert (late.status, late.json()["error"]["code"]) == (412, "epoch_changed"), path
+    assert (await post("snapshots:unpin", None, " , ,")).status == 412  # a condition without an epoch holds for none
     assert (await shared.status())["desired"]["asked"] == {}
     assert (await post("snapshots:unpin", None, "*")).status == 200
     now = (await get(shared.admin, "/admin/v1/status")).headers["etag"]

@@ -18,6 +18,7 @@ from app.engine.families.base import ModelFiles
 from app.engine.registry import family
 from app.errors import Rejected
 from app.runtime import contracts
+from app.runtime.contract import BESIDE, contract_id
 from app.runtime.contracts import Contracts, read
 from app.runtime.logs import make_log
 from app.runtime.reading import model_files
@@ -206,6 +207,32 @@ def test_a_file_that_is_not_what_it_says_is_never_used_and_made_again(root, expo
     assert (again.exported, len(exports)) == (True, 2)
     assert again.contract.id == good.contract.id
     assert make(root).found == ()  # it was written anew
+
+
+@pytest.mark.parametrize("what", ["many functions", "no step", "another's state", "other codes"])
+def test_a_file_whose_functions_cannot_be_the_models_is_not_believed_however_well_it_is_made(what, root, exports):
+    good = make(root)
+    document = json.loads(good.file.read_text())
+    functions = document["functions"]
+    if what == "many functions":  # their links would fill the memory
+        names = [f"s{number}" for number in range(200)]
+        functions += [{"name": "step 4", "exported": True, "reads": names, "writes": names}] * 300
+    elif what == "no step":
+        functions.pop()
+    elif what == "another's state":
+        functions[0]["writes"] = ["nobodys"]
+    else:
+        facts = [{"name": "logits", "dtype": "float32", "shape": ["rows", 7]}]
+        functions[1] |= {"exported": True, "reason": None, "outputs": facts}
+    document["id"] = contract_id({name: value for name, value in document.items() if name not in BESIDE})
+    good.file.unlink()
+    forged = good.file.with_name(f"{document['id']}.json")
+    forged.write_text(json.dumps(document))
+    stream = io.BytesIO()
+    again = make(root, log=make_log(stream=stream))
+    assert (again.exported, again.contract.id) == (True, good.contract.id)
+    refused = next(line for line in map(json.loads, stream.getvalue().splitlines()) if line["level"] == "error")
+    assert (refused["code"], refused["location"]) == ("contract_tampered", f"contracts/{forged.name}")
 
 
 def test_a_copy_under_another_name_and_a_link_out_of_the_root_are_refused(root, exports, tmp_path):
