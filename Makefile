@@ -81,6 +81,7 @@ bench-vocab: $(VENV)/.base
 
 soak: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak --timeout 7200 -s
+	OMP_NUM_THREADS=1 SOAK_TRIALS=1000 $(BIN)/python -m pytest tests/policies/test_choose.py --timeout 7200
 
 movielens: $(VENV)/.base
 	$(BIN)/python -m examples.movielens.train

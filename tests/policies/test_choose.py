@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from tests.policies.batches import CATALOGUE, Case, case, expected, run_batch, with_groups, with_gumbels
 from tests.policies.contracts import contract, plan_of
 
+TRIALS = int(os.environ.get("SOAK_TRIALS", "40"))
+"""Batches of one to three requests for each operator; `make soak` takes more."""
 ON = contract((7, 7, 7), (8, 8, 8))
 PARAMS = {"d": 1.5, "g": 0.5, "p": 0.4}
 HEAD = (
@@ -77,7 +81,7 @@ def cases(rng: np.random.Generator, name: str, t: int) -> list[Case]:
 @pytest.mark.parametrize("name", PLANS)
 def test_survivors_are_those_of_the_sequential_scan(name):
     rng = np.random.default_rng(sum(map(ord, name)))
-    for trial in range(40):
+    for trial in range(TRIALS):
         t = 2 + trial % 2
         given = cases(rng, name, t)
         got, want = run_batch(PLANS[name], t, given), expected(PLANS[name], t, given)
@@ -94,7 +98,7 @@ STOCHASTIC = policy("select: stochastic()", normalize="valid")
 @pytest.mark.parametrize("t", [1, 2, 3])
 def test_diverse_groups_are_those_of_the_sequential_scan(t):
     rng = np.random.default_rng(t)
-    for _ in range(50):
+    for _ in range(TRIALS):
         c = int(rng.integers(2, 8))
         given = [with_groups(case(rng, DIVERSE, t, c, c, PARAMS), rng, 2) for _ in range(int(rng.integers(1, 4)))]
         for one, other in zip(run_batch(DIVERSE, t, given), expected(DIVERSE, t, given), strict=True):
@@ -104,7 +108,7 @@ def test_diverse_groups_are_those_of_the_sequential_scan(t):
 @pytest.mark.parametrize("t", [1, 2, 3])
 def test_stochastic_beams_are_those_of_the_published_formula(t):
     rng = np.random.default_rng(t)
-    for _ in range(40):
+    for _ in range(TRIALS):
         c = int(rng.integers(2, 8))
         given = [with_gumbels(case(rng, STOCHASTIC, t, c, c, PARAMS), rng) for _ in range(int(rng.integers(1, 4)))]
         for one, other in zip(run_batch(STOCHASTIC, t, given), expected(STOCHASTIC, t, given), strict=True):
