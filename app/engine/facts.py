@@ -15,7 +15,9 @@ from torch import nn
 
 from app.config import Limits, SidConfig
 from app.engine.families.base import Binding, Family, ModelFiles
+from app.engine.fp8 import carrier, quantised
 from app.engine.safetensors import DTYPES
+from app.ops.fp8 import FP8
 
 _NO_SOURCE: Final = frozenset({"torch", "builtins", "abc", "typing"})
 
@@ -79,10 +81,10 @@ def build(kind: type[Family], files: ModelFiles, sid: SidConfig, limits: Limits,
 def weight_facts(family: Family, dtype: torch.dtype) -> list[dict[str, object]]:
     """How each parameter is made: its sources by name and shape, what may be stored, and what is done to it.
 
-    A source that several parameters name is split among them.
+    A source that several parameters name is split among them. dtype: of `resolve_precision`
     """
     shapes = {spec.name: spec.shape for spec in family.weight_specs()}
-    target = str(dtype).removeprefix("torch.")
+    target, eight = str(carrier(dtype)).removeprefix("torch."), quantised(family, dtype)
     parameters = dict(family.named_parameters())
     return [
         {
@@ -90,20 +92,23 @@ def weight_facts(family: Family, dtype: torch.dtype) -> list[dict[str, object]]:
             "shape": list(parameters[name].shape),
             "sources": [{"name": source, "shape": shapes.get(source)} for source in binding.sources],
             "accepts": sorted(DTYPES),
-            "transform": _transform(binding, target),
+            "transform": _transform(binding, target, eight=name in eight),
         }
         for name, binding in sorted(family.bindings().items())
         if name in parameters
     ]
 
 
-def _transform(binding: Binding, target: str) -> list[dict[str, object]]:
+def _transform(binding: Binding, target: str, *, eight: bool) -> list[dict[str, object]]:
     steps: list[dict[str, object]] = []
     if binding.rows is not None:
         rows = binding.rows.to("cpu", torch.int64).contiguous().numpy()
         digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16]
         steps.append({"op": "gather", "rows": len(rows), "absent": int((rows < 0).sum()), "digest": digest})
-    steps.append({"op": "cast", "dtype": target})
+    if eight:
+        steps.append({"op": "quantise", "dtype": str(FP8).removeprefix("torch."), "scale": "float32", "per": "row"})
+    else:
+        steps.append({"op": "cast", "dtype": target})
     if len(binding.sources) > 1:
         steps.append({"op": "concatenate", "dim": 0})
     return steps

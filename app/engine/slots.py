@@ -8,23 +8,41 @@ before: whoever computes with an engine holds its slot.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from app.errors import Rejected
+from app.ops.fp8 import FP8
 
 
 class Layout(NamedTuple):
-    """What a slot holds: parameters by name and shape, all of one dtype on one device."""
+    """What a slot holds: parameters by name and shape, of one dtype on one device; those in `eight` as float8_e4m3fn,
+    with float32 scales of their rows as "<name>.scale"."""
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     dtype: torch.dtype
     device: torch.device
+    eight: frozenset[str] = frozenset()
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Everything that is allocated: name, shape, dtype."""
+        for name, shape in self.shapes:
+            if name in self.eight:
+                yield name, shape, FP8
+                yield f"{name}.scale", shape[:1], torch.float32
+            else:
+                yield name, shape, self.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in self.tensors())
 
 
 class _Memory(NamedTuple):
@@ -109,10 +127,10 @@ class Slots:
         taken = {*self._lent, *(memory.number for memory in self._free)}
         number = next(n for n in range(len(taken) + 1) if n not in taken)
         tensors: dict[str, Tensor] = {}
-        for name, shape in layout.shapes:
+        for name, shape, dtype in layout.tensors():
             try:
                 with torch.inference_mode(mode=False):
-                    tensors[name] = torch.empty(shape, dtype=layout.dtype, device=layout.device)
+                    tensors[name] = torch.empty(shape, dtype=dtype, device=layout.device)
             except (MemoryError, RuntimeError) as error:
                 raise Rejected("no_memory", f"no memory for `{name}` {list(shape)}: {error}") from error
         return _Memory(number, layout, tensors)

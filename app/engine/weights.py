@@ -16,26 +16,30 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.config import Limits, Precision, SidConfig
 from app.engine.engine import Engine
 from app.engine.families.base import Family, ModelFiles
+from app.engine.fp8 import carrier, install, quantised
 from app.engine.safetensors import DTYPES, Entry, Reader, read_header
 from app.engine.slots import Layout, Slot, Slots
 from app.engine.tokens import read_json
 from app.errors import Fault, Rejected
+from app.ops.fp8 import FP8, quantise_rows, unfit
 
 INDEX = "model.safetensors.index.json"
 _LISTED = 8
 
 
 class Target(NamedTuple):
-    """Where a source tensor goes: rows of a parameter, taken from these rows of the source (None = all; -1 = zeros)."""
+    """Where a source tensor goes: rows of a parameter, taken from these rows of the source (None = all; -1 = zeros).
+    scale: of each row of a parameter in 8 bits, whose source is quantised row by row."""
 
     parameter: Tensor
     first: int
     rows: Tensor | None
+    scale: Tensor | None = None
 
 
 def load(
@@ -59,7 +63,10 @@ def load(
     the family does not take; tensors that are missing, left over, of another shape or dtype, or hold NaN or inf (after
     the cast, too); no free slot, no memory.
     """
-    dtype = resolve_precision(precision, device)
+    wanted = resolve_precision(precision, device)
+    dtype, reason = carrier(wanted), unfit(device) if wanted == FP8 else None
+    if reason is not None:
+        raise Rejected("unsupported_precision", reason, location="deployment.toml: precision")
     config = read_json(directory / "config.json")
     if not isinstance(config, dict):
         raise Rejected("bad_json", "is no JSON object", location="config.json")
@@ -68,8 +75,7 @@ def load(
     module = family.build(ModelFiles(config, directory, shapes), sid, limits, dtype)
     if found := tuple(name_findings(module, entries)):
         raise Rejected.together(found)
-    shapes_of = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
-    slot = (slots or Slots()).take(Layout(shapes_of, dtype, device))
+    slot = (slots or Slots()).take(layout(module, wanted, device))
     try:
         _bind(module, entries, slot, dtype, sha256)
     except BaseException:
@@ -79,13 +85,18 @@ def load(
     return Engine(module, device=device, dtype=dtype, unread=unread, slot=slot)
 
 
+def layout(module: Family, wanted: torch.dtype, device: torch.device) -> Layout:
+    """The memory of a family's parameters. wanted: of `resolve_precision`. Raises Rejected("unsupported_precision")."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+    return Layout(shapes, carrier(wanted), device, frozenset(quantised(module, wanted)))
+
+
 def resolve_precision(precision: Precision, device: torch.device) -> torch.dtype:
-    """ "auto" is float32 on a CPU and bfloat16 elsewhere. Raises Rejected("unsupported_precision")."""
-    if precision == "fp8":
-        raise Rejected("unsupported_precision", "no family computes in fp8 yet", location="deployment.toml: precision")
+    """ "auto" is float32 on a CPU and bfloat16 elsewhere. "fp8" is the dtype of projections; `fp8.carrier` says what
+    goes with it."""
     if precision == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]
+    return {"fp8": FP8, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]
 
 
 def read_entries(directory: Path) -> dict[str, Entry]:
@@ -189,12 +200,12 @@ def _targets(module: Family, entries: Mapping[str, Entry], slot: Slot) -> dict[s
         if name not in bindings:
             raise Fault(f"{type(module).__name__}.bindings does not say how to make `{name}`")
         owner, _, leaf = name.rpartition(".")
-        memory = slot.tensors[name]
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(memory, requires_grad=False))
+        memory, scale = slot.tensors[name], slot.tensors.get(f"{name}.scale")
+        install(module.get_submodule(owner), leaf, memory, scale)
         first, binding = 0, bindings[name]
         for source in binding.sources:
             size = len(binding.rows) if binding.rows is not None else entries[source].shape[0]
-            targets[source].append(Target(memory, first, binding.rows))
+            targets[source].append(Target(memory, first, binding.rows, scale))
             first += size
         if first != parameter.shape[0]:
             raise Fault(f"`{name}` has {parameter.shape[0]} rows, its sources {first}")
@@ -228,7 +239,10 @@ def _read(
     bad, overflown = 0, 0
     for target in targets:
         if target.rows is not None:
-            target.parameter[target.first : target.first + len(target.rows)].zero_()
+            own = slice(target.first, target.first + len(target.rows))
+            target.parameter[own].zero_()
+            if target.scale is not None:
+                target.scale[own].zero_()
     for first, data in reader.read(entry, rows):
         if compared is not None:
             compared.update(data.data)
@@ -240,7 +254,7 @@ def _read(
         cast = piece if stored == dtype else piece.to(dtype)
         overflown += 0 if cast is piece else _not_finite(cast)
         for target in targets:
-            _place(target, first, cast)
+            _place(target, first, cast if target.scale is None else piece)
     for count, verb in ((bad, "holds"), (overflown, f"as {str(dtype).removeprefix('torch.')} holds")):
         if count:
             raise Rejected("not_finite", f"{verb} {count} NaN or infinite values", location=entry.location)
@@ -265,13 +279,18 @@ def value_findings(module: Family, entries: Mapping[str, Entry], dtype: torch.dt
 
 def _place(target: Target, first: int, piece: Tensor) -> None:
     """Rows first, first + 1, .. of a source."""
-    if target.rows is None:
-        target.parameter[target.first + first : target.first + first + len(piece)].copy_(piece)
-        return
-    mine = torch.nonzero((target.rows >= first) & (target.rows < first + len(piece))).flatten()
-    if len(mine):
-        place = (mine + target.first).to(target.parameter.device)
-        target.parameter[place] = piece[target.rows[mine] - first].to(target.parameter.device)
+    parts = [(target.parameter, piece)]
+    if target.scale is not None:
+        data, scale = quantise_rows(piece.to(target.parameter.device))
+        parts = [(target.parameter.view(torch.uint8), data.view(torch.uint8)), (target.scale, scale)]
+    for memory, values in parts:
+        if target.rows is None:
+            memory[target.first + first : target.first + first + len(values)].copy_(values)
+            continue
+        mine = torch.nonzero((target.rows >= first) & (target.rows < first + len(values))).flatten()
+        if len(mine):
+            here, there = (mine + target.first).to(memory.device), target.rows[mine] - first
+            memory[here] = values[there.to(values.device)].to(memory.device)
 
 
 def _not_finite(piece: Tensor) -> int:

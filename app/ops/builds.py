@@ -48,6 +48,7 @@ class Needs:
     dtype   of the model's logits and keys · heads: the head dims of its prefixes
     delta   (K, V) of its Gated DeltaNet layers
     sizes   C_1..C_L · width: widest rows or survivors of a request · batch: requests of a batch
+    eight   whether projections are in 8 bits
     """
 
     dtype: torch.dtype
@@ -56,6 +57,7 @@ class Needs:
     sizes: tuple[int, ...]
     width: int
     batch: int
+    eight: bool = False
 
 
 def needed(needs: Needs, arch: str) -> tuple[Build, ...]:
@@ -68,6 +70,8 @@ def needed(needs: Needs, arch: str) -> tuple[Build, ...]:
         found += [Build.of(_OPS / "gated" / "kernel.cu", BF16=bf16)]
         if needs.delta:
             found += [Build.of(_OPS / "gdn" / "around.cu", BF16=bf16, J=size) for size in (2, 3, 4)]
+    if needs.eight:
+        found += [Build.of(_OPS / "fp8" / "kernel.cu")]
     for wide in (0, 1):
         found += [Build.of(_OPS / "trie" / "kernel.cu", WIDE=wide)]
         found += [Build.of(_OPS / "selection" / "candidates.cu", WIDE=wide)]

@@ -23,6 +23,7 @@ from app.core import Contract
 from app.engine import facts
 from app.engine.apart import export_apart
 from app.engine.families.base import Family, ModelFiles
+from app.engine.fp8 import carrier, precision_name
 from app.engine.functions import Function, check_stored
 from app.errors import Rejected
 from app.runtime import state_dir
@@ -81,15 +82,19 @@ class Contracts:
         anew: bool = False,
         store: bool = True,
     ) -> Made:
-        """`of`, with how it came about. anew: export whatever is stored · store: write what is not stored."""
-        model = facts.build(kind, files, deployment.sid, deployment.limits, dtype)
-        key = facts.made_for(model, deployment.family, deployment.sid, dtype)
+        """`of`, with how it came about.
+
+        dtype: of `resolve_precision` · anew: export whatever is stored · store: write what is not stored
+        """
+        carried = carrier(dtype)
+        model = facts.build(kind, files, deployment.sid, deployment.limits, carried)
+        key = facts.made_for(model, deployment.family, deployment.sid, carried)
         stored, found = self.stored(deployment)
         for problem in found:
             self._say("contract_refused", problem)
         known = None if anew else self._known(stored, key, model.family, deployment)
-        functions = known.functions if known else export_apart(kind, files, deployment.sid, deployment.limits, dtype)
-        name = str(dtype).removeprefix("torch.")
+        functions = known.functions if known else export_apart(kind, files, deployment.sid, deployment.limits, carried)
+        name = precision_name(dtype)
         weights = facts.weight_facts(model.family, dtype)
         parts = make_parts(model.family, model.config, deployment, name, weights, functions)
         contract = contract_of(parts, model.family, deployment, name)

@@ -183,6 +183,7 @@ def _needs(contract: Contract) -> Needs:
         sizes=contract.sizes,
         width=max(contract.limits.widths),
         batch=contract.limits.batch,
+        eight=contract.precision == "fp8",
     )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from app.config import Deployment
 from app.core import Contract
 from app.engine import facts
+from app.engine.fp8 import carrier
 from app.engine.registry import family
 from app.engine.weights import name_findings, read_entries, value_findings
 from app.errors import Rejected
@@ -145,13 +146,13 @@ class _Examination:
         directory, under, deployment = self._root / "weights" / version, f"weights/{version}", self._deployment
         kind, files = family(deployment.family), model_files(directory)
         dtype = contract_dtype(deployment)
-        model = facts.build(kind, files, deployment.sid, deployment.limits, dtype).family
+        model = facts.build(kind, files, deployment.sid, deployment.limits, carrier(dtype)).family
         self._missing, entries = model.missing_tokens(), read_entries(directory)
         for problem in name_findings(model, entries):
             self._add(problem, under)
 
         def look() -> None:
-            for problem in value_findings(model, entries, dtype):
+            for problem in value_findings(model, entries, carrier(dtype)):
                 self._add(problem, under)
 
         self._tried(look, under)

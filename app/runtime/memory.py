@@ -10,9 +10,14 @@ from typing import Final
 import torch
 
 from app.config import Deployment
+from app.engine.families.base import ModelFiles
+from app.engine.fp8 import carrier
+from app.engine.registry import family
 from app.engine.safetensors import read_header
-from app.engine.weights import read_entries, resolve_precision
+from app.engine.tokens import read_json
+from app.engine.weights import layout, read_entries, resolve_precision
 from app.errors import Rejected
+from app.ops.fp8 import FP8
 from app.vocab.aggregates import sizes
 from app.vocab.artifact import FILE
 from app.vocab.vocab import Vocab
@@ -36,9 +41,15 @@ def needed(directory: Path, deployment: Deployment, device: torch.device) -> int
 
     Raises Rejected where the headers cannot be read.
     """
-    size = resolve_precision(deployment.precision, device).itemsize
-    numbers = [math.prod(entry.shape) for entry in read_entries(directory).values()]
-    return size * sum(numbers)
+    wanted, entries = resolve_precision(deployment.precision, device), read_entries(directory)
+    if wanted != FP8:
+        return wanted.itemsize * sum(math.prod(entry.shape) for entry in entries.values())
+    config = read_json(directory / "config.json")  # the family says which parameters are in 8 bits
+    if not isinstance(config, dict):
+        raise Rejected("bad_json", "is no JSON object", location="config.json")
+    files = ModelFiles(config, directory, {name: entry.shape for name, entry in entries.items()})
+    kind, sid, limits = family(deployment.family), deployment.sid, deployment.limits
+    return layout(kind.build(files, sid, limits, carrier(wanted)), wanted, device).size
 
 
 def catalogue_needed(items: int, nodes: int, file: int, deployment: Deployment) -> tuple[int, int]:

@@ -250,13 +250,11 @@ def test_files_truncated_after_loading_do_not_matter(tmp_path):
     assert torch.equal(engine.encode(tiny.contexts(engine, [(3, 4, 5)]), arena).logits, before)
 
 
-def test_precision_names_a_dtype_or_is_refused():
+def test_precision_names_a_dtype():
     assert resolve_precision("auto", CPU) == torch.float32
     assert resolve_precision("auto", torch.device("cuda")) == torch.bfloat16
     assert resolve_precision("float16", CPU) == torch.float16
-    with pytest.raises(Rejected, match="fp8") as caught:
-        resolve_precision("fp8", CPU)
-    assert caught.value.location == "deployment.toml: precision"
+    assert resolve_precision("fp8", CPU) == torch.float8_e4m3fn
 
 
 def test_a_missing_directory_is_refused(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.ops import cuda, selection, trie
+from app.ops import cuda, fp8, selection, trie
 from app.ops.attention import launch as attention_launch
 from app.ops.builds import GPUS, Needs, needed, sources
 from app.ops.cuda import Build, Kernel
@@ -139,6 +139,11 @@ def test_replays_ask_for_nothing_else(asked, monkeypatch, arch, k):
     for size in (2, 3, 4):
         around._kernel("window_convolution", torch.empty(1, dtype=torch.bfloat16), size)
     assert missing(asked, torch.bfloat16, delta=frozenset({(k, 256)})) == set()
+
+
+def test_rows_in_8_bits_ask_for_nothing_else(asked):
+    fp8.quantise_rows(torch.ones(2, 16, dtype=torch.bfloat16))
+    assert missing(asked, torch.bfloat16, eight=True) == set()
 
 
 def test_every_build_names_a_source_that_is_there():

@@ -76,6 +76,11 @@ class Family(nn.Module):
         """Parameter name -> how to make it. Default: each from the tensor of its own name."""
         return {name: Binding((name,)) for name, _ in self.named_parameters()}
 
+    def projections(self) -> Iterable[str]:
+        """Parameters [outputs, inputs] that are multiplied by `functional.linear` or `x.addmm_(y, weight.t())` and are
+        used for nothing else, by name: precision "fp8" holds them in 8 bits. Default: none, and fp8 is refused."""
+        return ()
+
     def weight_specs(self) -> tuple[WeightSpec, ...]:
         """The tensors that an artifact must hold. Default: what the plain bindings say; a family that concatenates or
         picks rows says the shapes of its sources itself."""

@@ -84,6 +84,15 @@ class Qwen(TokenModel):
             shapes |= {part.source: part.shape for part in block_parts(self.config, i)}
         return tuple(WeightSpec(name, shape) for name, shape in shapes.items())
 
+    def projections(self) -> tuple[str, ...]:
+        """See `Family.projections`."""
+        return tuple(
+            f"blocks.{i}.{name}"
+            for i, block in enumerate(self.blocks)
+            for name in ("qkv", "out", "gate_up", "down")
+            if name in dict(block.named_parameters())
+        )
+
     def ignored(self) -> tuple[str, ...]:
         """See `Family.ignored`: old exporters wrote the rotary frequencies, which config.json gives."""
         return tuple(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.blocks)))

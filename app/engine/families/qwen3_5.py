@@ -83,6 +83,15 @@ class Qwen35(TokenModel):
             shapes |= {part.source: part.shape for part in block_parts(self.config, i)}
         return tuple(WeightSpec(name, shape) for name, shape in shapes.items())
 
+    def projections(self) -> tuple[str, ...]:
+        """See `Family.projections`."""
+        return tuple(
+            f"blocks.{i}.{name}"
+            for i, block in enumerate(self.blocks)
+            for name in ("qkv", "qkvz", "out", "gate_up", "down")
+            if name in dict(block.named_parameters())
+        )
+
     def ignored(self) -> tuple[str, ...]:
         """See `Family.ignored`."""
         return self.unread

@@ -1,0 +1,109 @@
+"""Precision "fp8": dense projections in 8 bits, everything else in bfloat16 (RecoGEM 5.1's precision, on any family).
+
+A projection's weight is held as float8_e4m3fn with a scale for each output channel, made while the weights are read;
+its input is quantised by rows when it comes. Norms, embeddings, heads, carried state and attention stay in bfloat16.
+Families need not know: what stands in the place of a weight tells torch how it is multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from app.engine.families.base import Family
+from app.errors import Rejected
+from app.ops import fp8
+from app.ops.fp8 import FP8
+
+UNIT: Final = 16
+"""Both sizes of a weight in 8 bits are multiples of this: the tensor cores' tile."""
+
+
+def carrier(dtype: torch.dtype) -> torch.dtype:
+    """In what activations and carried state are, of a precision as `resolve_precision` gives it."""
+    return torch.bfloat16 if dtype == FP8 else dtype
+
+
+def precision_name(dtype: torch.dtype) -> str:
+    """Of a precision as `resolve_precision` gives it, as a contract says it."""
+    return "fp8" if dtype == FP8 else str(dtype).removeprefix("torch.")
+
+
+def quantised(family: Family, dtype: torch.dtype) -> tuple[str, ...]:
+    """The parameters that a precision holds in 8 bits: projections of the family whose sizes are multiples of 16.
+
+    Raises Rejected("unsupported_precision") where there is none to hold.
+    """
+    if dtype != FP8:
+        return ()
+    parameters = dict(family.named_parameters())
+    projections = sorted(family.projections())
+    found = tuple(name for name in projections if all(size % UNIT == 0 for size in parameters[name].shape))
+    if not found:
+        message = f"`{family.name}` has no projection here that could be held in 8 bits: sizes are multiples of {UNIT}"
+        raise Rejected("unsupported_precision", message, location="deployment.toml: precision")
+    return found
+
+
+def install(owner: nn.Module, leaf: str, data: Tensor, scale: Tensor | None) -> None:
+    """Make memory the parameter of a module: as it is, or in 8 bits where there is a scale."""
+    if scale is None:
+        setattr(owner, leaf, nn.Parameter(data, requires_grad=False))
+        return
+    delattr(owner, leaf)
+    owner.add_module(leaf, Quantised(data, scale))
+
+
+class Quantised(nn.Module):
+    """In the place of a weight [M, K]: data [M, K] float8_e4m3fn, scale [M] float32. torch's functional.linear and
+    `x.addmm_(y, weight.t())` take it; anything else is a TypeError."""
+
+    def __init__(self, data: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        self.data = nn.Parameter(data, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def t(self) -> _Transposed:
+        """For `addmm_`."""
+        return _Transposed(self)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [.., K] -> [.., M]."""
+        out = fp8.linear(x.reshape(-1, x.shape[-1]), self.data, self.scale, bias)
+        return out.view(*x.shape[:-1], out.shape[1])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """torch asks here how an operator works on one of us."""
+        del types
+        return _linear(*args, **(kwargs or {})) if func is functional.linear else NotImplemented
+
+
+def _linear(input: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:  # noqa: A002  torch's own names
+    return weight.product(input, bias)
+
+
+class _Transposed:
+    """A weight as `addmm_` takes it."""
+
+    def __init__(self, weight: Quantised) -> None:
+        self.weight = weight
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """See `Quantised`."""
+        del types
+        if func is Tensor.addmm_ and not kwargs and len(args) == 3 and isinstance(args[2], cls):
+            x, y, weight = args
+            return x.add_(weight.weight.product(y))
+        return NotImplemented

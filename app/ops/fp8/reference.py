@@ -1,0 +1,32 @@
+"""What 8-bit products are, in torch's operators: everything is rounded as on a GPU, and multiplied in float32."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+FP8: Final = torch.float8_e4m3fn
+LARGEST: Final = 448.0
+"""The largest number of the format."""
+LEAST: Final = 2.0**-100
+"""A row whose largest element is smaller counts as this, so that rows of zeros need no case of their own."""
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row by its own scale: x [n, K] -> q [n, K] float8_e4m3fn, scale [n] float32; x is about q * scale.
+
+    The largest element of a row becomes 448; elements are multiplied by 448 / largest in float32 and rounded to even.
+    """
+    most = x.abs().amax(1).float().clamp_min(LEAST)
+    scaled = x.float() * (LARGEST / most).unsqueeze(1)
+    return scaled.clamp(-LARGEST, LARGEST).to(FP8), most / LARGEST
+
+
+def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n, K] times weight [M, K] float8_e4m3fn with scale [M] float32, in x's dtype: rows of x are quantised, the sum
+    is in float32 and is rounded once, after the scales and the bias [M]."""
+    q, own = quantise_rows(x)
+    out = torch.mm(q.float(), weight.float().t()) * (own.unsqueeze(1) * scale)
+    return (out if bias is None else out + bias.float()).to(x.dtype)

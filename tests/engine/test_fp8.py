@@ -1,0 +1,177 @@
+"""Precision fp8: which parameters it holds in 8 bits, what stands in their place, and what a family computes then."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+
+from app.config import Limits, SidConfig
+from app.engine.facts import weight_facts
+from app.engine.families.base import ModelFiles
+from app.engine.fp8 import Quantised, carrier, install, quantised
+from app.engine.registry import family
+from app.engine.slots import Slots
+from app.engine.weights import layout, load, read_entries, resolve_precision
+from app.errors import Rejected
+from app.ops import fp8
+from app.ops.fp8 import FP8
+from tests import support
+from tests.engine import hybrid, tiny
+
+CPU = torch.device("cpu")
+WIDE = {"hidden_size": 32, "intermediate_size": 48}
+SIZES = (4, 5, 6)
+LIMITS = Limits(widths=(16,) * 3, rows=64, batch=4, context=24)
+
+
+def onerec(directory):
+    """A random onerec all of whose projections have sizes that are multiples of 16."""
+    config = support.onerec_config(SIZES, d_model=32, heads=2, head_dim=16, cross_groups=2, self_groups=1, ffn=48)
+    weights = support.onerec_weights(config)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+def loaded(directory, kind, sid, precision="fp8", limits=LIMITS, slots=None):
+    return load(directory, family(kind), sid, limits, precision=precision, device=CPU, slots=slots)
+
+
+def built(directory, kind, sid, dtype=torch.bfloat16):
+    config = json.loads((directory / "config.json").read_text())
+    shapes = {name: entry.shape for name, entry in read_entries(directory).items()}
+    return family(kind).build(ModelFiles(config, directory, shapes), sid, LIMITS, dtype)
+
+
+def models(tmp_path):
+    """A model of each dense family: (directory, kind, sid)."""
+    return [
+        (onerec(tmp_path / "onerec"), "onerec", SidConfig(sizes=SIZES)),
+        (tiny.write(tmp_path / "qwen3", **WIDE), "qwen3", tiny.SID),
+        (tiny.write(tmp_path / "qwen2", "qwen2", **WIDE), "qwen2", tiny.SID),
+    ]
+
+
+def test_every_family_holds_its_projections_in_8_bits_and_nothing_else(tmp_path):
+    for directory, kind, sid in models(tmp_path):
+        engine = loaded(directory, kind, sid)
+        plain = dict(built(directory, kind, sid).named_parameters())
+        eight = quantised(built(directory, kind, sid), FP8)
+        held = dict(engine._family.named_parameters())
+        assert eight
+        assert all(plain[name].dim() == 2 for name in eight)
+        assert not any("norm" in name or "embed" in name or "head" in name for name in eight)
+        for name in plain:
+            if name in eight:
+                assert held[f"{name}.data"].dtype == FP8
+                assert held[f"{name}.scale"].dtype == torch.float32
+            else:
+                assert held[name].dtype == torch.bfloat16
+        assert engine.dtype == torch.bfloat16
+        assert {spec.dtype for spec in engine.state_specs()} <= {torch.bfloat16, torch.int32}
+
+
+def test_weights_in_8_bits_are_the_stored_ones_quantised_row_by_row(tmp_path):
+    directory = tiny.write(tmp_path, **WIDE)
+    stored = tiny.tensors(json.loads((directory / "config.json").read_text()))
+    family_ = loaded(directory, "qwen3", tiny.SID)._family
+    gate_up = torch.cat([stored[f"model.layers.1.mlp.{x}_proj.weight"] for x in ("gate", "up")])
+    data, scale = fp8.quantise_rows(gate_up)
+    held = family_.blocks[1].gate_up
+    assert torch.equal(held.data.view(torch.uint8), data.view(torch.uint8))
+    assert torch.equal(held.scale, scale)
+
+
+def encoded(engine, tokens):
+    return engine.encode(tiny.contexts(engine, [tokens]), engine.new_arena(tiny.LIMITS)).logits.float()
+
+
+def test_what_a_family_computes_is_close_to_float32_and_not_equal_to_bfloat16(tmp_path):
+    for directory, kind, sid in models(tmp_path)[1:]:
+        exact, half, eight = (
+            encoded(loaded(directory, kind, sid, p, tiny.LIMITS), (3, 4, 5)) for p in ("float32", "bfloat16", "fp8")
+        )
+        assert not torch.equal(half, eight)
+        assert functional.cosine_similarity(eight, exact).min() > 0.9
+
+
+def test_a_family_without_projections_or_with_sizes_that_do_not_fit_is_refused(tmp_path):
+    directory = tiny.write(tmp_path, hidden_size=24, head_dim=6, intermediate_size=24)
+    with pytest.raises(Rejected, match="multiples of 16") as caught:
+        loaded(directory, "qwen3", tiny.SID)
+    assert (caught.value.code, caught.value.location) == ("unsupported_precision", "deployment.toml: precision")
+
+
+def test_a_contract_names_what_is_quantised(tmp_path):
+    directory = tiny.write(tmp_path, **WIDE)
+    facts = {one["parameter"]: one["transform"] for one in weight_facts(built(directory, "qwen3", tiny.SID), FP8)}
+    quantise = {"op": "quantise", "dtype": "float8_e4m3fn", "scale": "float32", "per": "row"}
+    assert facts["blocks.0.qkv"] == [quantise, {"op": "concatenate", "dim": 0}]
+    assert facts["blocks.0.down"] == [quantise]
+    assert facts["blocks.0.input_norm"] == [{"op": "cast", "dtype": "bfloat16"}]
+
+
+def test_a_slot_of_8_bits_is_taken_again_by_the_next_version_at_the_same_addresses(tmp_path):
+    directory, slots = tiny.write(tmp_path, **WIDE), Slots(1)
+    first = loaded(directory, "qwen3", tiny.SID, slots=slots)
+    addresses = first.addresses
+    size = layout(built(directory, "qwen3", tiny.SID), FP8, CPU).size
+    assert size == sum(one.nbytes for one in first.slot.tensors.values())
+    assert size < layout(built(directory, "qwen3", tiny.SID), torch.bfloat16, CPU).size
+    del first
+    assert loaded(directory, "qwen3", tiny.SID, slots=slots).addresses == addresses
+
+
+def test_bad_values_are_refused_as_in_any_precision(tmp_path):
+    directory = tiny.write(tmp_path, **WIDE)
+    data = bytearray((directory / "model.safetensors").read_bytes())
+    data[-4:] = b"\x00\x00\xc0\x7f"
+    (directory / "model.safetensors").write_bytes(data)
+    with pytest.raises(Rejected, match="NaN or infinite"):
+        loaded(directory, "qwen3", tiny.SID)
+
+
+def test_what_stands_for_a_weight_multiplies_and_does_nothing_else():
+    torch.manual_seed(0)
+    weight, x = torch.randn(32, 48), torch.randn(5, 48).bfloat16()
+    data, scale = fp8.quantise_rows(weight)
+    layer = nn.Linear(48, 32)
+    layer.bias = nn.Parameter(layer.bias.bfloat16(), requires_grad=False)
+    install(layer, "weight", data, scale)
+    held = layer.weight
+    assert isinstance(held, Quantised)
+    expected = fp8.linear(x, data, scale)
+    assert torch.equal(functional.linear(x, held), expected)
+    assert torch.equal(functional.linear(x.view(1, 5, 48), held), expected.view(1, 5, 32))
+    assert torch.equal(layer(x), fp8.linear(x, data, scale, layer.bias))
+    added = torch.ones(5, 32).bfloat16()
+    assert added.addmm_(x, held.t()) is added
+    assert torch.equal(added, 1 + expected)
+    for wrong in (lambda: torch.mm(x, held.t()), lambda: torch.cat([held, held]), lambda: x @ held):
+        with pytest.raises(TypeError):
+            wrong()
+
+
+def test_precisions():
+    assert resolve_precision("fp8", CPU) == FP8
+    assert carrier(FP8) == torch.bfloat16
+    assert carrier(torch.float16) == torch.float16
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
+def test_a_gated_delta_net_holds_its_projections_in_8_bits_whatever_their_order_on_the_disk(kind, tmp_path):
+    directory = hybrid.write(tmp_path, kind, **WIDE, linear_value_head_dim=8)
+    exact = dict(loaded(directory, "qwen3_5", hybrid.SID, "float32")._family.named_parameters())
+    held = dict(loaded(directory, "qwen3_5", hybrid.SID)._family.named_parameters())
+    eight = quantised(built(directory, "qwen3_5", hybrid.SID), FP8)
+    assert {name.rpartition(".")[2] for name in eight} == {"qkvz", "qkv", "out", "gate_up", "down"}
+    for name in eight:
+        rounded = held[f"{name}.data"].float() * held[f"{name}.scale"].unsqueeze(1)
+        room = exact[name].abs() * 2.0**-4 + exact[name].abs().amax(1, keepdim=True) * 2.0**-16
+        assert ((rounded - exact[name]).abs() <= room).all(), name

@@ -1,0 +1,90 @@
+"""Precision fp8 on an H200: the kernel bit by bit, the product, and whole answers against the emulation on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from app.ops import fp8
+from app.ops.fp8 import reference
+from tests.gpu.alike import POLICIES, USERS, K, root_of
+from tests.served.process import serving
+
+DEVICE = torch.device("cuda", 0)
+APART, SHARED = 0.5, 0.7
+"""How far apart scores of one item may be, in nats, and which share of a list must be the same."""
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (7, 16), (33, 192), (300, 896), (1024, 2816), (5, 8192)])
+@pytest.mark.parametrize("spread", [1e-6, 1.0, 1e4])
+def test_rows_are_quantised_bit_by_bit_as_they_are_defined(shape, spread):
+    made = torch.Generator().manual_seed(shape[1])
+    x = (torch.randn(shape, generator=made) * spread).bfloat16()
+    x[-1] = 0
+    q, scale = reference.quantise_rows(x)
+    on_gpu = fp8.quantise_rows(x.to(DEVICE))
+    assert torch.equal(on_gpu[0].cpu().view(torch.uint8) & 0x7F, q.view(torch.uint8) & 0x7F)
+    assert torch.equal(on_gpu[0].cpu().float(), q.float())
+    assert torch.equal(on_gpu[1].cpu(), scale)
+
+
+def test_rows_that_lie_apart_and_bad_numbers_are_quantised_as_defined():
+    x = torch.randn(9, 64).bfloat16()
+    apart = torch.zeros(9, 80, dtype=torch.bfloat16, device=DEVICE)
+    apart[:, 8:72] = x.to(DEVICE)
+    assert torch.equal(fp8.quantise_rows(apart[:, 8:72])[0].cpu().float(), reference.quantise_rows(x)[0].float())
+    x[2, 5], x[4, 6] = float("nan"), float("inf")
+    weight, scale = fp8.quantise_rows(torch.randn(32, 64, device=DEVICE))
+    out = fp8.linear(x.to(DEVICE), weight, scale)
+    assert torch.isfinite(out).all(1).tolist() == [row not in {2, 4} for row in range(9)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 16, 16), (17, 192, 192), (512, 896, 3584), (4096, 3584, 896)])
+def test_a_product_is_the_emulations_up_to_its_sums(sizes, bias):
+    n, k, m = sizes
+    made = torch.Generator().manual_seed(m)
+    x, w = torch.randn(n, k, generator=made).bfloat16(), torch.randn(m, k, generator=made)
+    b = torch.randn(m, generator=made).bfloat16() if bias else None
+    weight, scale = reference.quantise_rows(w)
+    expected = reference.linear(x, weight, scale, b).float()
+    found = fp8.linear(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), None if b is None else b.to(DEVICE))
+    assert found.dtype == torch.bfloat16
+    apart = (found.cpu().float() - expected).abs()
+    assert (apart <= 2.0**-7 * expected.abs() + 2.0**-9 * k**0.5).all(), apart.max()
+
+
+def test_a_product_is_captured_into_a_cuda_graph():
+    x = torch.randn(64, 192, device=DEVICE).bfloat16()
+    weight, scale = fp8.quantise_rows(torch.randn(384, 192, device=DEVICE))
+    expected = fp8.linear(x, weight, scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = fp8.linear(x, weight, scale)
+    x.copy_(x.flip(0))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected.flip(0))
+
+
+def answers(root, device):
+    found = {}
+    with serving(root, "--device", device) as server:
+        server.until(lambda: server.client.get("/readyz").status_code == 200, "ready", 240)
+        for user in USERS:
+            for policy in POLICIES:
+                found[user["id"], policy] = server.items(*user["history"], k=K, policy=policy)
+        status = server.status()
+    return found, status
+
+
+def test_answers_in_fp8_from_a_gpu_are_those_of_the_emulation(tmp_path):
+    expected, _ = answers(root_of(tmp_path / "cpu", "fp8"), "cpu")
+    found, status = answers(root_of(tmp_path / "gpu", "fp8"), "cuda")
+    assert status["kernels"] == "cuda"
+    for asked, answer in expected.items():
+        here, there = dict(answer), dict(found[asked])
+        both = here.keys() & there.keys()
+        assert len(found[asked]) == len(answer)
+        assert len(both) >= SHARED * len(here) - 1, (asked, len(both))
+        assert max(abs(here[item] - there[item]) for item in both) < APART, asked
