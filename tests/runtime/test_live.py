@@ -82,9 +82,26 @@ async def a_link_that_is_pointed_elsewhere(directory, name):
     (directory / f".{name}.link").replace(directory / f"{name}.yaml")
 
 
+async def as_an_editor_saves(directory, name):
+    file = directory / f"{name}.yaml"
+    (directory / "4913").write_text("")  # vim asks whether it may write here
+    (directory / "4913").unlink()
+    file.rename(directory / f"{name}.yaml~")
+    give(directory, name, 3)
+    file.chmod(0o600)
+    (directory / f"{name}.yaml~").unlink()
+
+
+async def forty_times_in_a_second(directory, name):
+    for n in range(40):
+        give(directory, name, 7 if n < 39 else 3)
+        await asyncio.sleep(0.03)
+
+
 ONE_FILE = {
     "a": in_place, "b": renamed_twice, "c": moved_away_first, "d": twice_in_half_a_second, "e": with_the_old_time,
-    "f": truncated_first, "g": a_link_that_is_pointed_elsewhere,
+    "f": truncated_first, "g": a_link_that_is_pointed_elsewhere, "h": as_an_editor_saves,
+    "i": forty_times_in_a_second,
 }  # fmt: skip
 
 
@@ -133,6 +150,7 @@ async def test_every_way_to_write_a_file_is_seen_and_nothing_half_ever_serves(tm
         directory = server.root / "policies"
         before = (await server.policies())["policies"]["still"]
         os.utime(directory / "still.yaml")  # touched only
+        (directory / "still.yaml").chmod(0o640)
         await asyncio.gather(*(delivered(server, name, act(directory, name), {7}) for name, act in ONE_FILE.items()))
         document = await server.policies()
         assert document["policies"]["still"] == before
