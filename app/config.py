@@ -55,6 +55,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     watch  "polling" = do not ask the operating system for events; every change is still found within seconds
     model_name     what clients of TensorFlow Serving's and the Open Inference Protocol's routes call the model
+    strict  an edit of policies goes live as a whole or not at all: with an error in one file, none of them changes
     explain_per_s  answers that may be explained in a second: each costs one request's engine time; 0 = none
     """
 
@@ -65,6 +66,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     admin_tokens: str | None = None
     policy_override: bool = False
     arm_override: bool = False
+    strict: bool = False
     state_dir: str = "state"
     watch: Literal["events", "polling"] = "events"
     max_body: Positive = 8 * 2**20

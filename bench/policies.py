@@ -175,6 +175,10 @@ def measure_compiling(repeats: int) -> Row:
             (policies / f"child{number}.yaml").write_text(CHILD.format(value=number / 100, width=256 + number))
         cold = seconds(compiled)
         structures = len({plan.structure.id for plan in compiled().plans()})
+        for number in range(POLICIES):
+            own = f"steps: {{all: {{score: parent + {number + 2} * logp}}}}\n"
+            (policies / f"child{number}.yaml").write_text(f"widebeam: 1\nextends: parent\n{own}")
+        each_its_own = seconds(compiled)
         unchanged = [seconds(compiled) for _ in range(repeats)]
         edits = {"parameter": [], "structure": []}
         for turn in range(repeats):
@@ -189,6 +193,7 @@ def measure_compiling(repeats: int) -> Row:
         "policies": POLICIES,
         "structures": structures,
         "cold_s": round(cold, 3),
+        "cold_each_with_a_structure_of_its_own_s": round(each_its_own, 3),
         "nothing_changed_ms": round(1e3 * statistics.median(unchanged), 2),
         "one_edit_ms": {kind: round(1e3 * statistics.median(taken), 2) for kind, taken in edits.items()},
         "repeats": repeats,

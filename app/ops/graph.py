@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 def as_node(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate an operator that an export cannot look into: while one is made, a call becomes the node `widebeam_graph::name`
-    of the graph. Everywhere else the function itself runs.
+    """Decorate an operator that an export cannot look into: while one is made, a call becomes the node
+    `widebeam_graph::name` of the graph. Everywhere else the function itself runs.
 
     schema  of its arguments, all by position, and results, as torch.library writes it; results may not share memory
             with arguments

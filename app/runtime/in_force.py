@@ -17,7 +17,7 @@ from app.policies.assign import Traffic
 from app.policies.cache import Cache
 from app.policies.facts import Catalogue
 from app.policies.last_good import Kept
-from app.policies.load import Folder, PolicySet, compile_folder
+from app.policies.load import Folder, Loaded, PolicySet, compile_folder
 from app.runtime.status import now_iso
 from app.runtime.watch import Listing
 
@@ -31,6 +31,9 @@ GONE: Final = "the file is gone, and the policy keeps its last good text"
 GONE_HELP: Final = (
     "bring the file back, or take away what needs it: `default` of traffic.yaml, files that extend it, experiments"
 )
+
+HELD: Final = "the file has no errors; others that came with it have, and the server is strict"
+HELD_HELP: Final = "mend the others, or take them away: then all of them go live together"
 
 ALIVE: Final = ("running", "paused")
 
@@ -60,6 +63,7 @@ class InForce:
     bad       policies whose file has errors or is missing: since when
     since     policy -> (policy id, ISO time since when that is live)
     faults    policies that compiled and then failed when they were tried: why
+    held      with `[server] strict`: what the disk holds, with errors, and none of which is therefore in force
     """
 
     policies: PolicySet
@@ -71,6 +75,7 @@ class InForce:
     bad: Mapping[str, float] = field(default_factory=dict)
     since: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     faults: Mapping[str, str] = field(default_factory=dict)
+    held: PolicySet | None = None
     generation: int = 0
     loaded_at: str = ""
     attempt_at: str = ""
@@ -88,7 +93,7 @@ class InForce:
     def problems(self) -> dict[str, str]:
         """What is wrong by policy, as text; "" for what belongs to no policy."""
         gone = {name: f"{self.missing(name)['message']}" for name in self.gone}
-        return {**gone, **dict(self.policies.rejections()), **self.faults}
+        return {**gone, **dict((self.held or self.policies).rejections()), **self.faults}
 
     def missing(self, name: str) -> dict[str, object]:
         """What there is in the place of the file of a name in `gone`, as a finding: nothing, or what is no file."""
@@ -105,6 +110,29 @@ class InForce:
             for name, one in self.policies.policies.items()
             if one.plan is not None and one.kept is not None and name not in self.faults
         }
+
+    def unless_wrong(self, before: InForce | None, clock: float) -> InForce:
+        """All or nothing (`[server] strict`): what was in force before, where anything of this state is wrong.
+
+        A start has nothing before it: there each policy with errors has its last good text, as without `strict`.
+        """
+        if before is None or not self.policies.rejections():
+            return self
+        changed = {name for name in self.policies.policies if self.holds_back(before.policies, name)}
+        return replace(
+            before,
+            disk=self.disk,
+            listing=self.listing,
+            gone=self.gone,
+            bad={name: before.bad.get(name, clock) for name in {*self.bad, *changed}},
+            held=self.policies,
+            attempt_at=self.attempt_at,
+        )
+
+    def holds_back(self, serving: PolicySet, name: str) -> bool:
+        """Whether a policy of this state is another one than that which serves."""
+        plan, older = self.policies.plan(name), serving.plan(name)
+        return plan is not None and (older is None or older.policy_id != plan.policy_id)
 
     def without(self, failed: Mapping[str, str], before: InForce | None, clock: float) -> InForce:
         """The same state with the older plans of policies that failed when they were tried."""
@@ -263,13 +291,21 @@ def document(state: InForce, clock: float, killed: frozenset[str] = frozenset())
     """The status document's `policies` by name: state, ids, errors with their places, how long it has been stale."""
     return {
         name: _one(state, name, clock, killed)
-        for name in sorted(state.policies.policies)
-        if not state.policies.policies[name].abstract or state.policies.policies[name].errors or name in state.gone
+        for name in sorted({*state.policies.policies, *(state.held.policies if state.held else ())})
+        if not _loaded(state, name).abstract or _loaded(state, name).errors or name in state.gone
     }
 
 
+def _loaded(state: InForce, name: str) -> Loaded:
+    """A policy as it serves; one that is only held back has no plan."""
+    known = state.policies.policies.get(name)
+    return known or replace((state.held or state.policies).policies[name], plan=None, kept=None)
+
+
 def _one(state: InForce, name: str, clock: float, killed: frozenset[str]) -> dict[str, object]:
-    loaded = state.policies.policies[name]
+    loaded = _loaded(state, name)
+    if state.held is not None and name in state.bad and name in state.held.policies:
+        loaded = replace(loaded, stale=loaded.plan is not None, findings=state.held.policies[name].findings)
     plan = loaded.plan
     stopped = name != state.policies.default and (name in killed or "*" in killed)
     shown: dict[str, object] = {
@@ -288,6 +324,8 @@ def _one(state: InForce, name: str, clock: float, killed: frozenset[str]) -> dic
         shown["errors"] = [_finding(f"policies/{name}.yaml", "canary_failed", state.faults[name], "")]
     elif name in state.gone:
         shown["errors"] = [state.missing(name)]
+    elif state.held is not None and name in state.bad and not loaded.errors:
+        shown["errors"] = [_finding(f"policies/{name}.yaml", "held", HELD, HELD_HELP)]
     elif loaded.stale and source is not None:
         shown["pending_sha"] = source.sha[:12]
     return shown

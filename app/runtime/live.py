@@ -64,7 +64,8 @@ class Live:
             log.error(
                 "kill_switch_unreadable", file=f"state/{state_dir.KILLED}", message="who was killed there is not known"
             )
-        self._policies = PolicyUpdates(root, state, runtime, composing, metrics, log, clock, operators)
+        strict = deployment.server.strict
+        self._policies = PolicyUpdates(root, state, runtime, composing, metrics, log, clock, operators, strict=strict)
         self._takedowns = TakedownUpdates(root, state, runtime, composing, self._compose, ledger, log)
         self._artifacts = ArtifactUpdates(
             root, deployment, runtime, self._policies, composing, self._compose, ledger, log

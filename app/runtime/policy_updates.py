@@ -40,6 +40,7 @@ class PolicyUpdates:
 
     composing  held by whoever makes the next snapshot out of the active one
     operators  those that policies may use
+    strict     what the folder holds goes live as a whole or not at all
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class PolicyUpdates:
         log: Log,
         clock: Callable[[], float],
         operators: Operators = BUILT_IN,
+        *,
+        strict: bool = False,
     ) -> None:
         self._directory, self._state_dir = root / SHOWN, state
         self._runtime, self._composing = runtime, composing
@@ -59,6 +62,7 @@ class PolicyUpdates:
         self._background = Background("policies")
         self._operators, self._cache = operators, Cache(operators)
         self._savings: set[asyncio.Future[None]] = set()
+        self._strict = strict
         state_dir.clean(state)
         self._saved: Mapping[str, Kept] = state_dir.load_last_good(state)
         self.in_force: InForce | None = None
@@ -115,7 +119,9 @@ class PolicyUpdates:
         same = active is not None and active.contract.id == snapshot.contract.id
         running = state.policies.traffic if same else None
         compile_ = compiler(snapshot.contract, catalogue_of(snapshot.vocab, snapshot.side), self._cache, running)
-        return await self._background.run(lambda: renew(state, state.disk, state.listing, compile_, self._clock()))
+        files = state.folder if state.held else state.disk
+        made = await self._background.run(lambda: renew(state, files, state.listing, compile_, self._clock()))
+        return replace(made, disk=state.disk, held=state.held, bad={**made.bad, **state.bad}) if state.held else made
 
     async def check_text(self, name: str, text: str) -> dict[str, object]:
         """What a policy's text would give in this folder: nothing is installed."""
@@ -156,7 +162,8 @@ class PolicyUpdates:
 
         def make() -> InForce:
             self._cache.turn()
-            return renew(before, folder, listing, compile_, self._clock(), self._saved)
+            state = renew(before, folder, listing, compile_, self._clock(), self._saved)
+            return state.unless_wrong(before, self._clock()) if self._strict else state
 
         began = time.perf_counter()
         state = await self._background.run(make)

@@ -275,3 +275,43 @@ def test_a_policy_that_fails_when_it_is_tried_keeps_its_older_plan():
         "file": "policies/p.yaml", "line": 0, "col": 0, "end_col": 0, "code": "canary_failed", "severity": "error",
         "message": "boom", "help": "",
     }  # fmt: skip
+
+
+class Strict(Server):
+    """All or nothing."""
+
+    def read(self, texts, after=0.0, **rest):
+        before = self.state
+        self.state = super().read(texts, after, **rest).unless_wrong(before, self.clock)
+        return self.state
+
+
+def test_a_strict_server_takes_a_save_as_a_whole_or_not_at_all():
+    server = Strict()
+    first = server.read({"base": GOOD.format(3), "other": GOOD.format(3)})
+    held = server.read({"base": BAD, "other": GOOD.format(5), "new": GOOD.format(6)}, after=1)
+    assert (held.generation, held.ok, held.policies.id) == (first.generation, False, first.policies.id)
+    assert (server.width("base"), server.width("other"), server.width("new")) == (3, 3, None)
+    assert [server.shown(name) for name in ("base", "other", "new")] == ["stale", "stale", "rejected"]
+    assert [server.shown(name, "errors")[0]["code"] for name in ("base", "other", "new")] == ["S007", "held", "held"]
+    server.clock += 7
+    assert server.shown("other", "stale_seconds") == 7
+    assert set(held.problems()) == {"base"}
+    mended = server.read({"base": GOOD.format(4), "other": GOOD.format(5), "new": GOOD.format(6)})
+    assert (mended.generation, mended.ok, mended.held) == (first.generation + 1, True, None)
+    assert (server.width("base"), server.width("other"), server.width("new")) == (4, 5, 6)
+
+
+def test_a_strict_server_holds_policies_back_for_a_bad_traffic_file_too():
+    server = Strict()
+    server.read({"base": GOOD.format(3)}, rules=traffic("base"))
+    held = server.read({"base": GOOD.format(4)}, rules=Source("policies/traffic.yaml", b"widebeam: 1\nkind: x\n"))
+    assert (server.width("base"), held.ok) == (3, False)
+    assert set(held.problems()) == {""}
+
+
+def test_a_strict_server_starts_with_the_last_good_text_of_each_policy():
+    before = Server().read({"base": GOOD.format(3), "other": GOOD.format(3)}).kept
+    server = Strict()
+    server.read({"base": BAD, "other": GOOD.format(5)}, kept=before)
+    assert (server.width("base"), server.width("other")) == (3, 5)

@@ -377,6 +377,23 @@ async def test_whatever_a_file_says_the_last_good_policy_serves_and_the_place_is
         assert len((await server.recommend("i1", policy="empty"))["items"]) == 5
 
 
+async def test_a_strict_server_changes_nothing_until_every_file_of_a_save_is_right(tmp_path):
+    root = support.write_root(tmp_path, policies={"p": GOOD.format(5)})
+    deployment = root / "deployment.toml"
+    deployment.write_text(deployment.read_text().replace("[server]\n", "[server]\nstrict = true\n"))
+    async with live_server(root) as server:
+        (root / "policies" / "bad.yaml").write_text(BAD["misspelt"])
+        give(root / "policies", "p", 7)
+        reply = await server.post("policies:reload")
+        assert reply.status == 422
+        shown = reply.json()["policies"]
+        assert (shown["p"]["state"], shown["p"]["errors"][0]["code"]) == ("stale", "held")
+        assert (shown["bad"]["state"], len((await server.recommend("i1", policy="p"))["items"])) == ("rejected", 5)
+        (root / "policies" / "bad.yaml").write_text(GOOD.format(3))
+        await server.sees(wide(7, policy="p"))
+        assert (await server.policies())["last_attempt_ok"]
+
+
 async def test_good_and_bad_in_turn_change_nothing_for_clients(tmp_path):
     async with live_server(support.write_root(tmp_path, policies={"p": GOOD.format(5)})) as server:
         client = Asking(server, "p", 0.0)
