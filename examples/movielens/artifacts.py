@@ -72,8 +72,8 @@ def load_config(directory: Path) -> OneRecConfig:
 
 
 def write_catalogue(split: Split, sids: npt.NDArray[np.int32], file: Path) -> None:
-    """The films as JSON lines for `widebeam vocab import --format jsonl`: id, SID, title, year, genres, first genre, and
-    ratings in the training part."""
+    """The films as JSON lines for `widebeam vocab import --format jsonl`: id, SID, title, year, genres, first genre,
+    and ratings in the training part."""
     ratings = np.bincount(np.concatenate(split.train), minlength=len(split.films)).tolist()
     with file.open("wb") as out:
         for film, sid, count in zip(split.films, sids.tolist(), ratings, strict=True):

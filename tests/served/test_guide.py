@@ -117,7 +117,8 @@ def checks(reader: Reader) -> dict[str, list]:
 def test_the_guide_from_a_width_to_the_result_and_back(tmp_path, monkeypatch):
     parts = PART.findall(PAGE)
     _, _, first = parts[0]
-    assert first.splitlines() == ["mkdir trial", "cp -r contracts deployment.toml policies vocab weights trial", "cd trial"]
+    copied = "cp -r contracts deployment.toml policies vocab weights trial"
+    assert first.splitlines() == ["mkdir trial", copied, "cd trial"]
     root = tmp_path / "trial"
     root.mkdir()
     for name in ("contracts", "policies", "vocab", "weights"):
