@@ -41,6 +41,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._policies: set[str] = set()
+        self._compilations = _Compilations()
+        self.registry.register(self._compilations)
         self._requests()
         self._steps()
         self._versions()
@@ -171,7 +173,7 @@ class Metrics:
 
     def kernel_compilations(self, read: Callable[[], int]) -> None:
         """Count modules of kernels that were compiled: read when somebody asks for the metrics."""
-        self.registry.register(_Compilations(read))
+        self._compilations.read = read
 
     def policies(self, live: Mapping[str, str], stale: Mapping[str, float]) -> None:
         """Replace the series by policy: content ids of those in force, and seconds of those that are stale."""
@@ -247,12 +249,12 @@ CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
 
 class _Compilations(Collector):
-    """A counter that somebody else keeps."""
+    """A counter that somebody else keeps; 0 until they say where."""
 
-    def __init__(self, read: Callable[[], int]) -> None:
-        self._read = read
+    def __init__(self) -> None:
+        self.read: Callable[[], int] = lambda: 0
 
     def collect(self) -> Iterable[CounterMetricFamily]:
         """See `Collector`."""
         text = "Modules of CUDA kernels that this process has compiled, or found in CuPy's cache of compiled ones"
-        yield CounterMetricFamily("widebeam_kernel_compilations", text, value=self._read())
+        yield CounterMetricFamily("widebeam_kernel_compilations", text, value=self.read())

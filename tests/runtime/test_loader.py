@@ -124,7 +124,6 @@ def test_a_bad_newest_version_gives_way_to_an_older_good_one(root):
         (lambda r: (r / "policies/base.yaml").write_text("widebeam: 1\nwidths: [1]\n"), "no_default_policy", "base"),
         (lambda r: edit(r, 'family = "onerec"', 'family = "onerek"'), "unknown_family", "onerec"),
         (lambda r: edit(r, "sizes = [4, 5, 6]", "sizes = [4, 5, 7]"), None, ""),
-        (lambda r: edit(r, 'device = "cpu"', 'precision = "fp8"'), "unsupported_precision", "precision"),
     ],
 )  # fmt: skip
 def test_what_cannot_serve_says_why_and_where(root, spoil, code, place):
