@@ -28,6 +28,7 @@ from app.core import Request
 from app.policies.cache import Cache
 from app.policies.load import PolicySet, compile_folder, snapshot
 from bench._demo import histories_of
+from bench._report import commit, cpu_model
 from bench._served import InProcess, copy_root, in_process, request
 
 CLONE = Path(__file__).parent.parent
@@ -210,8 +211,9 @@ def main() -> None:
     results: Row = {
         "command": "python -m bench.policies",
         "load_average_before": round(os.getloadavg()[0], 1),
+        "commit": commit(),
         "machine": {
-            "cpus": os.cpu_count(), "arch": platform.machine(),
+            "cpu": cpu_model(), "cpus": os.cpu_count(), "arch": platform.machine(),
             "python": platform.python_version(), "torch": torch.__version__,
         },
         "compiling": measure_compiling(rounds),

@@ -31,6 +31,7 @@ from app.vocab.build import residual_kmeans
 from app.vocab.items import Columns, Numbers, Strings, Table, Texts
 from app.vocab.trie import build_trie
 from app.vocab.vocab import Vocab, arrange, make_vocab
+from bench._report import commit, cpu_model
 
 THREADS = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
 SIZES = (8192, 8192, 8192)
@@ -210,7 +211,9 @@ def main() -> None:
     results: dict[str, object] = {
         "command": "python -m bench.vocab",
         "load_average_before": round(os.getloadavg()[0], 1),
+        "commit": commit(),
         "machine": {
+            "cpu": cpu_model(),
             "cpus": os.cpu_count(),
             "arch": platform.machine(),
             "python": platform.python_version(),
