@@ -27,7 +27,6 @@ from app.policies.expr import (
     Operation,
     Text,
     children,
-    walk,
 )
 from app.policies.facts import Facts
 from app.policies.names import (
@@ -447,8 +446,3 @@ def _sum(a: Dependence, b: Dependence) -> Dependence:
 
 def _flat(a: Dependence, b: Dependence) -> Dependence:
     return "c" if a in ("L", "c") or b in ("L", "c") else "r" if "r" in (a, b) else ""
-
-
-def names_in(node: Expr) -> frozenset[str]:
-    """Plain names that an expression reads."""
-    return frozenset(part.name for part in walk(node) if isinstance(part, Name))

@@ -8,7 +8,7 @@ from app.core import Contract
 from app.policies.check_contract import Catalogue, planned, trie_prefixes
 from app.policies.facts import facts_of
 from app.policies.names import FINAL_PHASES, STEP_PHASES, Phase
-from app.policies.plan import Plan
+from app.policies.plan import Plan, StepProgram
 from app.policies.read import Widths
 from app.policies.resolve import Policy, Resolved, content_text
 
@@ -32,30 +32,13 @@ def explain(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue
     """The plan as JSON-ready data: ids, widths, parameters, and for each step its shapes and phases with origins."""
     prefixes = trie_prefixes(policy, catalogue)
     rows = planned(plan.widths, contract.sizes, prefixes)
-    steps = []
-    for shape, before, after, phases, program in zip(
-        contract.steps, (1, *rows), rows, policy.steps, plan.structure.steps, strict=False
-    ):
-        steps.append(
-            {
-                "step": shape.t,
-                "rows": before,
-                "codes": shape.codes,
-                "width": plan.widths[shape.t - 1],
-                "planned": after,
-                "candidates": "children of the trie" if program.children else "all codes",
-                "precut": program.precut,
-                "selection": "ranks" if program.legal is None else "logits",
-                "cuts": program.cuts,
-                "bytes": _bytes(contract, before, shape.codes, after),
-                "reads": sorted(program.uses),
-                "phases": {
-                    word: {"value": content_text(phases[word].value), "from": _origin(phases[word])}
-                    for word in STEP_PHASES
-                    if phases[word].value is not None
-                },
-            }
+    steps = [
+        {"step": shape.t, "rows": before, "codes": shape.codes, "width": plan.widths[shape.t - 1], "planned": after}
+        | _step(phases, program, _bytes(contract, before, shape.codes, after))
+        for shape, before, after, phases, program in zip(
+            contract.steps, (1, *rows), rows, policy.steps, plan.structure.steps, strict=False
         )
+    ]
     return {
         "policy": plan.policy,
         "policy_id": plan.policy_id,
@@ -90,6 +73,23 @@ def explain(policy: Policy, plan: Plan, contract: Contract, catalogue: Catalogue
             }
             for word in FINAL_PHASES
             if word == "limit" or policy.final[word].value is not None
+        },
+    }
+
+
+def _step(phases: Mapping[str, Resolved], program: StepProgram, moved: object) -> dict[str, object]:
+    """What runs in one step, and the origin of each phase."""
+    return {
+        "candidates": "children of the trie" if program.children else "all codes",
+        "precut": program.precut,
+        "selection": "ranks" if program.legal is None else "logits",
+        "cuts": program.cuts,
+        "bytes": moved,
+        "reads": sorted(program.uses),
+        "phases": {
+            word: {"value": content_text(phases[word].value), "from": _origin(phases[word])}
+            for word in STEP_PHASES
+            if phases[word].value is not None
         },
     }
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from app.policies.operators import Operator, Operators
+from app.policies.reference_operators import log_sum_exp
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -95,7 +96,7 @@ def score_step(phases: Mapping[str, object], grid: Grid, operators: Operators) -
         valid = valid & np.broadcast_to(evaluate(str(phases["mask"]), names), valid.shape)
     log_norm = grid.log_norm if phases["logits"] == "logit" else None
     names["logp"] = logp = normalise(str(phases["normalize"]), logits, logit, valid, log_norm)
-    for text in _lines(phases["keep"]):
+    for text in texts(phases["keep"]):
         valid = keep(text, logp, valid, names, operators)
     with np.errstate(all="ignore"):
         names["prob"] = np.exp(logp)
@@ -136,7 +137,8 @@ def _changed(text: str, raw: Floats, names: Mapping[str, Value]) -> tuple[Floats
     return np.where(broken | (raw == -INF), -INF, made).astype(np.float32), broken
 
 
-def _lines(value: object) -> list[str]:
+def texts(value: object) -> list[str]:
+    """The lines of a list phase; none where it has no list."""
     return [str(one) for one in value] if isinstance(value, list) else []
 
 
@@ -194,14 +196,9 @@ def normalise(over: str, logits: Floats, logit: Floats, valid: Bools, log_norm: 
         norm = log_norm
     else:
         members = np.where(valid, logit, -INF) if over == "valid" else logits
-        norm = np.array([_log_sum_exp(row) for row in members.astype(np.float64)], dtype=np.float32)
+        norm = np.array([log_sum_exp(row) for row in members.astype(np.float64)], dtype=np.float32)
     with np.errstate(invalid="ignore"):
         return (logit - norm[:, None]).astype(np.float32)
-
-
-def _log_sum_exp(row: npt.NDArray[np.float64]) -> float:
-    top = row.max(initial=-np.inf)
-    return float(top + np.log(np.exp(row - top).sum())) if top > -np.inf else -np.inf
 
 
 def top(rank: Floats, order: Ints, code: Ints, codes: int, k: int) -> Ints:

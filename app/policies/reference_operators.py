@@ -42,7 +42,7 @@ def epsilon(logp: Floats, p: float) -> Bools:
 
 def eta(logp: Floats, p: float) -> Bools:
     """V11: probability min(p, sqrt(p) exp(-H)) or more, H the row's entropy; the best always."""
-    shares = np.exp(logp.astype(np.float64) - _log_sum_exp(logp.astype(np.float64)))
+    shares = np.exp(logp.astype(np.float64) - log_sum_exp(logp.astype(np.float64)))
     entropy = -sum(share * math.log(share) for share in shares.tolist() if share > 0)
     return _reach(logp, np.float32(min(_log(p), 0.5 * _log(p) - entropy)))
 
@@ -50,7 +50,7 @@ def eta(logp: Floats, p: float) -> Bools:
 def typical(logp: Floats, mass: float) -> Bools:
     """V12: those nearest to the row's entropy until their mass is reached, and who is as near as the last; all where
     the mass is 1."""
-    level = logp.astype(np.float64) - _log_sum_exp(logp.astype(np.float64))
+    level = logp.astype(np.float64) - log_sum_exp(logp.astype(np.float64))
     share = np.exp(level).tolist()
     entropy = -sum(one * math.log(one) for one in share if one > 0)
     far = np.where(np.array(share) > 0, np.abs(-level - entropy), np.inf).astype(np.float32)
@@ -92,6 +92,7 @@ def _log(p: float) -> float:
     return math.log(p) if p > 0 else -math.inf
 
 
-def _log_sum_exp(row: npt.NDArray[np.float64]) -> float:
+def log_sum_exp(row: npt.NDArray[np.float64]) -> float:
+    """Of one row, in float64; -inf where everything is."""
     top = row.max(initial=-np.inf)
     return float(top + np.log(np.exp(row - top).sum())) if top > -np.inf else -np.inf

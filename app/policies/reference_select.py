@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from app.policies.operators import Operators
-from app.policies.reference import INF, Floats, Grid, Ranks, Value, called, evaluate, score_step, stays
+from app.policies.reference import INF, Floats, Grid, Ranks, Value, called, evaluate, score_step, stays, texts
 
 Place = tuple[int, int]
 
@@ -42,12 +42,12 @@ def select_step(phases: Mapping[str, object], grid: Grid, operators: Operators, 
     rank = ranks.rank
     if select.op == "stochastic":
         rank = conditioned(ranks.score, grid)
-    for text in _texts(phases["prune"]):
+    for text in texts(phases["prune"]):
         operator, arguments = called(text, names, operators)
         left = stays(operator, rank.shape, rank, *arguments)
         rank = np.where(left, rank, -INF).astype(np.float32)
-    if _texts(phases["quota"]):
-        places = quota([_line(text) for text in _texts(phases["quota"])], rank, grid)
+    if texts(phases["quota"]):
+        places = quota([_line(text) for text in texts(phases["quota"])], rank, grid)
         return Chosen(places, [0.0] * len(places))
     if select.op == "diverse":
         return diverse(select, rank, grid, names)
@@ -171,10 +171,6 @@ def conditioned(score: Floats, grid: Grid) -> Floats:
             u = limit - one + gap
             out[r, c] = np.float32(limit - max(0.0, u) - math.log1p(math.exp(-abs(u))))
     return out
-
-
-def _texts(value: object) -> list[str]:
-    return [str(one) for one in value] if isinstance(value, list) else []
 
 
 def _line(text: str) -> _Line:

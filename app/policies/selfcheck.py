@@ -24,6 +24,7 @@ from app.policies.reference import Floats, Grid, Ranks, sanitise, score_step
 from app.policies.reference_select import Chosen, conditioned, select_step
 
 CLOSE = 1e-4
+"""How far ranks of the compiled plan and of the oracle may be apart, of the largest (docs/policies/codes/C101.md)."""
 CODES = 6
 ROWS = 4
 SEED = 20261112
@@ -54,12 +55,12 @@ def _compare(plan: Plan, program: StepProgram, phases: Mapping[str, object], pro
     grid, told = _join(probes), dict[str, Tensor]()
     inputs = _inputs(plan, program, grid, probes)._replace(told=told.__setitem__)
     scored, want = program.run(inputs), score_step(phases, grid, plan.operators)
-    if not _near(scored.score.numpy(), want.score):
+    if not near(scored.score.numpy(), want.score):
         return "scores differ"
     if scored.bad.tolist() != want.bad.tolist():
         return "counts of bad candidates differ"
     given = told["rank"].numpy()
-    if not _near(given, want.rank):
+    if not near(given, want.rank):
         return "ranks differ"
     drawn = str(phases["select"]) == "stochastic()"
     for at, (kind, probe) in enumerate(zip(KINDS, probes, strict=True)):
@@ -77,10 +78,11 @@ def _same(got: list[tuple[int, int]], want: Chosen, rank: npt.NDArray[np.float32
     """As many survivors, with ranks as close at every place."""
     if len(got) != len(want.survivors):
         return False
-    return _near(np.array([rank[at] for at in got]), np.array([rank[at] for at in want.survivors]))
+    return near(np.array([rank[at] for at in got]), np.array([rank[at] for at in want.survivors]))
 
 
-def _near(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
+def near(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
+    """Equal where not finite, and within CLOSE of the largest where finite."""
     finite = np.isfinite(b)
     if not np.array_equal(np.isfinite(a), finite):
         return False

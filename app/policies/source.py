@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -288,8 +288,3 @@ class _Builder:
     def place(self, index: int) -> Span:
         before = _BREAK.split(self.text[:index])
         return Span(self.file, len(before), len(before[-1]) + 1, len(before[-1]) + 2)
-
-
-def lines_of(sources: Sources, files: Sequence[Source] = ()) -> dict[str, list[str]]:
-    """Source lines by file, for `Findings`."""
-    return {source.file: source.lines() for source in (*sources.values(), *files)}

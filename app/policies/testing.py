@@ -21,10 +21,9 @@ from app.policies.plan import Plan, Scored, StepInputs, StepProgram
 from app.policies.reference import Grid, score_step
 from app.policies.reference_select import select_step
 from app.policies.rules import Rule
+from app.policies.selfcheck import near
 
 FAILED: Final = Rule("test", "error", "a test of a policy fails")
-CLOSE: Final = 1e-4
-"""How far ranks of the compiled plan and of the oracle may be apart, of the largest (docs/policies/codes/C101.md)."""
 SCORE: Final = 2e-3
 """How far a written score may be from the computed one: people write three digits."""
 
@@ -276,15 +275,6 @@ def differs(plan: Plan, grid: Grid, scored: Scored, got: Sequence[Pair]) -> str 
         return None
     close = len(got) == len(want) and near(*(np.array([ranks.rank[at] for at in one]) for one in (got, want)))
     return None if close else f"survivors {_pairs(got)} and {_pairs(want)}"
-
-
-def near(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
-    """Equal where not finite, and within CLOSE of the largest where finite."""
-    finite = np.isfinite(b)
-    if not np.array_equal(np.isfinite(a), finite):
-        return False
-    scale = 1 + float(np.abs(b[finite]).max(initial=0.0))
-    return bool(np.all(np.abs(a[finite].astype(np.float64) - b[finite]) <= CLOSE * scale))
 
 
 def _account(grid: Grid, told: Sequence[tuple[str, Tensor]], got: Sequence[Pair]) -> str:

@@ -16,7 +16,8 @@ from app.policies.diagnostics import Span
 from app.policies.plan import Plan
 from app.policies.reference import Grid, score_step, top
 from app.policies.reference_select import select_step
-from app.policies.testing import drawn, near
+from app.policies.selfcheck import near
+from app.policies.testing import drawn
 from app.runtime.admission import Admission
 from app.runtime.canary import Present
 from app.runtime.explain import Watched, fates, watch
