@@ -11,6 +11,7 @@ help:
 	@echo "make demo          set up, start a server on this folder, recommend for three users, stop"
 	@echo "make serve         serve this folder (ROOT=...) until interrupted"
 	@echo "make test          lint, types, import directions, unit tests"
+	@echo "make test-slow     the guide's commands, exports of contracts, a package with an operator: a few minutes"
 	@echo "make test-oracles  the outside references: transformers (needs more packages, installs them)"
 	@echo "make test-kernels  every CUDA kernel compiles for every architecture; no GPU (installs NVRTC)"
 	@echo "make test-console  the console in a real browser (needs Chromium); pictures in build/console/"
@@ -56,9 +57,12 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
 test: lint unit
+
+test-slow: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --timeout 400
 
 test-oracles: $(VENV)/.oracles
 	$(BIN)/python -m pytest tests/oracles

@@ -26,6 +26,8 @@ import json, sys
 import pytest
 from typer.testing import CliRunner
 from app.cli.main import app
+
+pytestmark = pytest.mark.slow
 root, tests, commands = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 passed = pytest.main(["-q", "-p", "no:cacheprovider", tests])
 results = [CliRunner().invoke(app, args) for args in commands]

@@ -36,7 +36,7 @@ def built(kind, dtype=torch.float32, **changes):
     return family(kind).build(ModelFiles(config | changes, Path(), {}), sid, LIMITS, own)
 
 
-pytestmark = pytest.mark.timeout(400)  # each export is a second or two on an idle machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # each export is a second or two on an idle machine
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -15,6 +15,8 @@ from tests import support
 from tests.engine import toy
 from tests.served.process import serving
 
+pytestmark = pytest.mark.slow
+
 SIZES, WIDTH, ITEMS = (4, 5), 6, 12
 DEPLOYMENT = f"""family = "toy"
 device = "cpu"

@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 from app.cli.main import app
 from tests.served.process import serving
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "policies" / "guide.md").read_text("utf-8")
 PART = re.compile(r"(?:`([\w/.]+)`\n\n)?```(\w+)\n(.*?)```", re.DOTALL)

@@ -114,6 +114,7 @@ def test_a_thinned_catalogue_leaves_scores_alone(server, tmp_path):
     assert all(abs(score - full[name]) < EPS for name, score in thinned)
 
 
+@pytest.mark.slow
 def test_other_weights_take_over_under_load_and_no_answer_mixes_them(tmp_path):
     root = write_root(tmp_path / "live")
     with serving(root) as running:
