@@ -147,10 +147,13 @@ async def test_the_row_budget_bounds_a_batch_and_nobody_is_overtaken_for_ever():
         assert outcomes[4].batch_requests == 1
 
 
-async def test_requests_of_another_key_wait_their_turn_and_do_not_mix():
+@pytest.mark.parametrize("part", ["contract", "weights", "vocab_ref"])
+async def test_requests_of_another_key_wait_their_turn_and_do_not_mix(part):
     async with started() as world:
         held = await world.busy()
-        other = replace(world.snapshot, id="s2", vocab_ref=world.snapshot.vocab_ref._replace(digest="other"))
+        its = getattr(world.snapshot, part)
+        changed = replace(its, id="other") if part == "contract" else its._replace(digest="other")
+        other = replace(world.snapshot, id="s2", **{part: changed})
         tickets = []
         for turn in range(6):
             world.runtime._pins.active = other if turn % 2 else world.snapshot
@@ -159,6 +162,20 @@ async def test_requests_of_another_key_wait_their_turn_and_do_not_mix():
         outcomes = await asyncio.gather(held.outcome(), *(ticket.outcome() for ticket in tickets))
         assert [o.versions.snapshot for o in outcomes] == ["s1", "s1", "s2", "s1", "s2", "s1", "s2"]
         assert world.gate.batches == [1, 3, 3]
+        world.runtime._pins.active = world.snapshot
+
+
+async def test_a_kill_splits_no_batch():
+    async with started() as world:
+        held = await world.busy()
+        killing = world.snapshot.having(killed=frozenset({"somebody"}))
+        tickets = []
+        for turn in range(6):
+            world.runtime._pins.active = killing if turn % 2 else world.snapshot
+            tickets.append(world.ask("i1"))
+        world.gate.open.set()
+        await asyncio.gather(held.outcome(), *(ticket.outcome() for ticket in tickets))
+        assert world.gate.batches == [1, 6]
         world.runtime._pins.active = world.snapshot
 
 
