@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -185,16 +185,6 @@ def _read(path: Path, file: str) -> Source | str:
         return Source(file, data, size)
     except OSError as error:
         return f"the file cannot be read: {os.strerror(error.errno) if error.errno else error}"
-
-
-def load_policies(
-    directory: Path, contract: Contract, *, prefixes: Sequence[int] | None = None, shown: str = "policies"
-) -> PolicySet:
-    """Compile every policy of a folder for a contract. Never raises for what the files say.
-
-    prefixes: distinct prefixes of the catalogue by depth, where it is known · shown: the folder's name in messages.
-    """
-    return compile_folder(snapshot(directory, shown), contract, Catalogue(tuple(prefixes)) if prefixes else None)
 
 
 def compile_folder(

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from app.policies.load import load_policies, snapshot
+from app.policies.check_contract import Catalogue
+from app.policies.load import compile_folder, snapshot
 from app.policies.source import MAX_BYTES
 from tests.policies.contracts import BASE, contract
 
@@ -17,8 +18,8 @@ def folder(tmp_path):
     return root
 
 
-def load(folder):
-    return load_policies(folder, contract())
+def load(folder, catalogue=None):
+    return compile_folder(snapshot(folder), contract(), catalogue)
 
 
 def test_each_file_becomes_a_plan_or_diagnostics(folder):
@@ -160,7 +161,7 @@ def test_experiments_are_read_and_not_passed_over(folder):
 
 
 def test_a_missing_folder_has_no_policies_and_no_default_plan(tmp_path):
-    got = load_policies(tmp_path / "nowhere", contract())
+    got = load(tmp_path / "nowhere")
     assert (dict(got.policies), got.plan(got.default)) == ({}, None)
 
 
@@ -177,5 +178,5 @@ def test_the_id_of_the_set_follows_what_can_be_served(folder):
 
 def test_prefixes_of_the_catalogue_reach_the_checks(folder):
     (folder / "feed.yaml").write_text("widebeam: 1\nwidths: [8, 8, 8]\n")
-    got = load_policies(folder, contract(), prefixes=(4, 5, 6))
+    got = load(folder, Catalogue((4, 5, 6)))
     assert [one.rule.code for one in got.policies["feed"].findings] == ["K004"] * 3
