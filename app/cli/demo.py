@@ -56,8 +56,8 @@ def demo(
         titles = read_titles(root, msgspec.convert(answers[0]["versions"], dict[str, str])["vocab"])
         for user, answer in zip(asked, answers, strict=True):
             show(console, user, answer, titles)
-        console.print(curl(server.public, asked[0]), soft_wrap=True, highlight=False)
         if keep:
+            console.print(curl(server.public, asked[0]), soft_wrap=True, highlight=False)
             console.print(f"serving at {server.public} until Ctrl-C")
             wait_for_interrupt(server.process)
 

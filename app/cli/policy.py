@@ -49,6 +49,8 @@ def check(
     findings: list[Diagnostic] = []
     for path in paths or [root / "policies"]:
         folder, names = _folder(path)
+        if path.is_dir() and not names and folder.traffic is None and not folder.refused:
+            raise typer.BadParameter(f"{path} holds no policy files; a root's own are checked by --root {path}")
         loaded = compile_folder(folder, on.contract, on.catalogue, cache=on.cache())
         for name in names:
             findings += [one for one in loaded.policies[name].findings if one not in findings]

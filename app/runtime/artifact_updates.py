@@ -204,7 +204,8 @@ class ArtifactUpdates:
                     self._ledger.forget(kind, version)
 
     def _look_at_overlay(self, seen: Survey) -> None:
-        before, self._overlay = self._overlay, overlay(seen.deployment, self._began, self._deployment)
+        before = self._overlay
+        self._overlay = overlay(seen.deployment, self._began, self._deployment, before.deployment)
         if self._overlay.deployment != before.deployment:
             self._refused.clear()  # another contract: what did not fit may fit now
             self._apart.clear()

@@ -32,17 +32,18 @@ class Overlay(NamedTuple):
         return {"state": "needs restart" if self.restart else "in force", "restart": list(self.restart)}
 
 
-def overlay(text: bytes | None, began: bytes | None, running: Deployment) -> Overlay:
+def overlay(text: bytes | None, began: bytes | None, running: Deployment, before: Deployment | None = None) -> Overlay:
     """What an overlay's text asks of a server that was started with another one.
 
-    text, began: the file now and at the start, None = unreadable · running: the deployment of the start
+    text, began: the file now and at the start, None = unreadable · running: the deployment of the start ·
+    before: what the last text that could be read asked for; it goes on where this one cannot be used
     """
     if text == began:
         return Overlay(running)
     try:
         new, old = _parsed(text), _parsed(began)
     except BadDeployment as error:
-        return Overlay(running, (), Rejected(error.code, error.message, location=error.path))
+        return Overlay(before or running, (), Rejected(error.code, error.message, location=error.path))
     restart = tuple(name for name in _different(new, old) if name.partition(".")[0] not in LIVE)
     return Overlay(msgspec.structs.replace(running, **{name: getattr(new, name) for name in LIVE}), restart)
 

@@ -79,6 +79,11 @@ def test_wrong_usage_exits_2(run):
     assert run("chekc").exit_code == 2
 
 
+def test_a_folder_without_policies_is_wrong_usage_and_not_a_pass(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert run("check", tmp_path / "empty").exit_code == 2
+
+
 def test_explain_and_show_print_the_plan(run):
     text = run("explain", "base")
     assert text.exit_code == 0

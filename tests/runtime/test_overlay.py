@@ -54,5 +54,12 @@ def test_a_file_that_cannot_be_used_changes_nothing(text):
     assert found.document()["reason"]["code"] == "bad_deployment"
 
 
+def test_a_file_that_cannot_be_used_leaves_an_earlier_edit_in_force():
+    good = edited("batch = 16", "batch = 8")
+    found = overlay(b"[limits", TEXT.encode(), parse(TEXT), good.deployment)
+    assert (found.deployment.limits.batch, found.document()["state"]) == (8, "rejected")
+    assert overlay(TEXT.encode(), TEXT.encode(), parse(TEXT), good.deployment).deployment == parse(TEXT)
+
+
 def test_an_untouched_file_is_in_force_and_so_is_one_that_came_back():
     assert overlay(TEXT.encode(), TEXT.encode(), parse(TEXT)).document() == {"state": "in force", "restart": []}
