@@ -72,7 +72,9 @@ def load(
         raise typer.Exit(1)
 
 
-@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    hidden=True, add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
 def script(context: typer.Context, name: str) -> None:
     """Run bench/NAME.py of the clone with the remaining arguments."""
     known = {file.stem.replace("_", "-"): file.stem for file in sorted(CLONE.glob("bench/[!_]*.py"))}

@@ -97,6 +97,14 @@ def test_other_names_run_the_clone_s_scripts_with_their_arguments(cli, tmp_path,
     assert "known here: load, my-figure" in missing.stderr
 
 
+def test_help_behind_a_name_is_that_of_the_script(cli, tmp_path, monkeypatch, capfd):
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "some.py").write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.setattr(bench, "CLONE", tmp_path)
+    assert cli.invoke(app, ["some", "--help"]).exit_code == 0
+    assert capfd.readouterr().out == "['--help']\n"
+
+
 def test_outside_a_clone_other_names_say_what_is_missing(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "CLONE", tmp_path)
     done = cli.invoke(app, ["figure"])
