@@ -60,7 +60,7 @@ class ArtifactUpdates:
         self._policies, self._ledger, self._log = policies, ledger, log
         self._background = Background("artifacts", heavy=True)
         self._survey: Survey | None = None
-        self._settled: tuple[str, object] = ("", None)
+        self._settled: tuple[str, object, object] = ("", None, None)  # a survey, and what served when it was done with
         self._refused: dict[tuple[Kind, str], str] = {}
         self._apart: dict[tuple[str, str], bool] = {}
         self._retries = Retries(time.monotonic)
@@ -106,10 +106,13 @@ class ArtifactUpdates:
                 self._apart = {pair: why for pair, why in self._apart.items() if not why}
                 if self._overlay.problem is not None and self._overlay.problem.code in BY_POLICIES:
                     self._look_at_overlay(seen)
-            if self._settled == (seen.fingerprint, edition):
+            # a pin that came and went between two surveys leaves the same disk and another set that serves
+            serving = self.stage.serving
+            now = (seen.fingerprint, edition, serving.snapshot.batch_key if serving else None)
+            if self._settled == now:
                 return
             if not await self._pursue(seen):
-                self._settled = (seen.fingerprint, edition)
+                self._settled = now
                 return
             self._tell()
 
@@ -152,7 +155,7 @@ class ArtifactUpdates:
     def _try_again(self, seen: Survey) -> None:
         """What was refused for a reason that may have passed counts as new."""
         for what in self._retries.due():
-            self._settled = ("", None)
+            self._settled = ("", None, None)
             if what == DEPLOYMENT:
                 self._look_at_overlay(seen)
             self._refused = {known: why for known, why in self._refused.items() if known != what}
