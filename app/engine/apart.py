@@ -1,7 +1,8 @@
 """`export_family` in a process of its own: an export holds the interpreter for seconds and is a state of its process,
 so none is ever made where requests are served.
 
-    python -m app.engine.apart     reads a `Task` as JSON, writes a `Result` as JSON
+    python -m app.engine.apart FD     reads a `Task` as JSON, writes a `Result` as JSON, and ends when the pipe FD does:
+                                      whoever asked holds its other end, and however that process ends, so does this one
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Final
@@ -58,10 +62,11 @@ def export_apart(
         dict(files.shapes), sid, limits, name, tuple(sys.path),
     )  # fmt: skip
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "app.engine.apart"],
-            input=msgspec.json.encode(task), capture_output=True, timeout=TIMEOUT_S, check=False,
-        )  # fmt: skip
+        with _lifeline() as held:
+            done = subprocess.run(
+                [sys.executable, "-m", "app.engine.apart", str(held)], pass_fds=(held,),
+                input=msgspec.json.encode(task), capture_output=True, timeout=TIMEOUT_S, check=False,
+            )  # fmt: skip
         result = msgspec.json.decode(done.stdout, type=Result) if done.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError) as error:
         raise Rejected("export_failed", f"no contract could be made: {error}", location="contracts") from error
@@ -74,8 +79,26 @@ def export_apart(
     return result.functions
 
 
+@contextmanager
+def _lifeline() -> Iterator[int]:
+    """A pipe that nobody writes to: the end to hand on. It reads as ended when this process lets go of the other."""
+    held, own = os.pipe()
+    try:
+        yield held
+    finally:
+        os.close(own)
+        os.close(held)
+
+
+def _end_with(held: int) -> None:
+    """Wait for the end of whoever asked for this process. It has nobody to tell anything then."""
+    os.read(held, 1)
+    os._exit(1)
+
+
 def main() -> None:
     """The other process. What a family prints goes to stderr."""
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     os.nice(NICE)
     torch.set_num_threads(1)
     answer = os.fdopen(os.dup(1), "wb")
