@@ -2,26 +2,7 @@
 //
 // build: S=1,8 BF16=0,1
 
-typedef unsigned int u32;
-typedef long long i64;
-
-__device__ __forceinline__ void unpack(u32 x, float& a, float& b) {
-#if BF16
-    a = __uint_as_float(x << 16), b = __uint_as_float(x & 0xffff0000u);
-#else
-    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(a), "=f"(b) : "r"(x));
-#endif
-}
-
-__device__ __forceinline__ u32 pack(float a, float b) {
-    u32 x;
-#if BF16
-    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(a), "f"(b));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(a), "f"(b));
-#endif
-    return x;
-}
+// part: prelude/half.cuh
 
 extern "C" __global__ void per_row(i64 q, i64 k, i64 v, i64 k_slots, i64 v_slots, i64 out, i64 rows) {
     const i64 row = blockIdx.x * 4 + threadIdx.x / 32, at = row * 32 + threadIdx.x % 32, step = rows * 32;

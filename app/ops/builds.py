@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from app.ops.cuda import Build
+from app.ops.cuda import Build, files
 from app.ops.selection.geometry import STATIC, Geometry, candidates, first_cluster, fitted
 from app.ops.selection.launch import NORMS, SOURCE, TYPES, defines
 
@@ -122,5 +122,5 @@ def _shapes(needs: Needs, codes: int, itemsize: int, gpu: Gpu) -> Iterator[Geome
 
 
 def sources(builds: Sequence[Build]) -> tuple[Path, ...]:
-    """The files that builds are made of, sorted."""
-    return tuple(sorted({build.source for build in builds}))
+    """The files that builds are made of, parts of sources among them, sorted."""
+    return tuple(sorted({file for source in {build.source for build in builds} for file in files(source)}))

@@ -1,7 +1,12 @@
 """CUDA kernels from the `.cu` files beside the operators: compiled by NVRTC through CuPy, launched on torch's streams.
 
 What a source must keep to: entry points are `extern "C"`; nothing is included (NVRTC then needs no toolkit); integer
-parameters are `long long`, floating ones `float`; grids have one dimension. Lines of the form
+parameters are `long long`, floating ones `float`; grids have one dimension. A line
+
+    // part: prelude/half.cuh
+
+stands for that file of app/ops: what kernels share is in prelude/, and a long source lies in parts beside it, which have
+none themselves. Lines of the form
 
     // build: D=64,128 BF16=0,1
     // build: D=64 BF16=1 arch=sm_90a spill=16
@@ -12,6 +17,7 @@ architecture, and allows no more spilled bytes on sm_90 than `spill` (0).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +33,8 @@ from app.ops import nvrtc
 
 THREADS = 8
 """Modules that are compiled at a time."""
+_OPS = Path(__file__).parent
+_PART = re.compile(r"^// part: (\S+)$")
 
 
 class Build(NamedTuple):
@@ -52,7 +60,7 @@ class Build(NamedTuple):
     def compiled(self, arch: str) -> bytes:
         """The cubin for an architecture ("sm_90"), as CuPy would make it. Raises nvrtc.CompileError, nvrtc.Missing."""
         given = (*options(dict(self.define)), *nvrtc.AS_CUPY, f"-arch={self.arch or arch}")
-        return nvrtc.compiled(self.source.read_text("utf-8"), given)[0]
+        return nvrtc.compiled(text(self.source), given)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,23 @@ def load(source: Path, name: str, device: torch.device, *, memory: int = 0, arch
     arch    for instructions of one architecture only: "sm_90a"
     """
     return _load(source, name, device.index or 0, memory, arch, tuple(sorted(define.items())))
+
+
+def text(source: Path) -> str:
+    """A source as it is compiled, with its parts in their places; the compiler's messages name the files and lines."""
+    lines = [f'#line 1 "{source.name}"']
+    for number, line in enumerate(source.read_text("utf-8").splitlines(), 1):
+        if part := _PART.match(line):
+            lines += [f'#line 1 "{part[1]}"', (_OPS / part[1]).read_text("utf-8")]
+            line = f'#line {number + 1} "{source.name}"'  # noqa: PLW2901  it goes on behind the part
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def files(source: Path) -> tuple[Path, ...]:
+    """A source and its parts."""
+    found = map(_PART.match, source.read_text("utf-8").splitlines())
+    return (source, *(_OPS / part[1] for part in found if part))
 
 
 def options(define: dict[str, int]) -> tuple[str, ...]:
@@ -187,7 +212,7 @@ def _from_source(build: Build, device: int) -> Any:
 
     given = options(dict(build.define)) + ((f"-arch={build.arch}",) if build.arch else ())
     with cupy.cuda.Device(device):
-        return cupy.RawModule(code=build.source.read_text("utf-8"), options=given).module
+        return cupy.RawModule(code=text(build.source), options=given).module
 
 
 def _binary(cubin: bytes, device: int) -> Any:

@@ -22,7 +22,7 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_100", "sm_120", "compute_80")
 
 def compiled(build: Build, arch: str, *more: str) -> tuple[bytes, str]:
     options = (*cuda.options(dict(build.define)), *AS_CUPY, f"-arch={build.arch or arch}", *more)
-    return compile_source(build.source.read_text("utf-8"), options)
+    return compile_source(cuda.text(build.source), options)
 
 
 def covering(builds: Iterable[Build], together: int) -> list[Build]:

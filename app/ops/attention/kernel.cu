@@ -15,9 +15,7 @@
 // compacted slots are quicker with plain loads. The 1 in the launch bounds lets a thread keep registers for all its loads;
 // without it some wait for others (both measured on an H200: 3 % and 9 % at S = 8).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
+// part: prelude/half.cuh
 
 #define THREADS 128
 #define VECTORS (D / 8)
@@ -30,60 +28,12 @@ typedef long long i64;
 
 enum Form { SLOTS, WALKING, COMPACT };
 
-struct Words {
-    u32 w[4];
-};
-
-#if BF16
-__device__ __forceinline__ void unpack(u32 x, float& a, float& b) {
-    a = __uint_as_float(x << 16);
-    b = __uint_as_float(x & 0xffff0000u);
-}
-
-__device__ __forceinline__ u32 pack(float a, float b) {
-    u32 x;
-    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(a), "f"(b));
-    return x;
-}
-#else
-__device__ __forceinline__ void unpack(u32 x, float& a, float& b) {
-    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(a), "=f"(b) : "r"(x));
-}
-
-__device__ __forceinline__ u32 pack(float a, float b) {
-    u32 x;
-    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(x) : "f"(a), "f"(b));
-    return x;
-}
-#endif
-
-__device__ __forceinline__ Words load(const u16* p) {
-    Words x;
-    asm("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.w[0]), "=r"(x.w[1]), "=r"(x.w[2]), "=r"(x.w[3]) : "l"(p));
-    return x;
-}
-
 template <Form FORM>
-__device__ __forceinline__ Words load_own(const u16* p) {
-    if (FORM == COMPACT) return load(p);
-    Words x;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-        : "=r"(x.w[0]), "=r"(x.w[1]), "=r"(x.w[2]), "=r"(x.w[3])
-        : "l"(p));
-    return x;
+__device__ __forceinline__ uint4 load_own(const u16* p) {
+    return FORM == COMPACT ? load(p) : load_once(p);
 }
 
-__device__ __forceinline__ void store(u16* p, const Words& x) {
-    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" : : "l"(p), "r"(x.w[0]), "r"(x.w[1]), "r"(x.w[2]), "r"(x.w[3])
-                 : "memory");
-}
-
-__device__ __forceinline__ void unpack8(const Words& x, float (&y)[8]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) unpack(x.w[i], y[2 * i], y[2 * i + 1]);
-}
-
-__device__ __forceinline__ float dot(const float (&q)[8], const Words& key) {
+__device__ __forceinline__ float dot(const float (&q)[8], uint4 key) {
     float k[8], sum = 0.f;
     unpack8(key, k);
 #pragma unroll
@@ -91,7 +41,7 @@ __device__ __forceinline__ float dot(const float (&q)[8], const Words& key) {
     return sum;
 }
 
-__device__ __forceinline__ void add(float (&out)[8], float share, const Words& value) {
+__device__ __forceinline__ void add(float (&out)[8], float share, uint4 value) {
     float v[8];
     unpack8(value, v);
 #pragma unroll
@@ -131,7 +81,7 @@ __device__ __forceinline__ void attend(const Operands& x, u32 row, u32 head, boo
         if (live) store(result, load_own<SLOTS>(x.v + row * x.v_row + own));
         return;
     }
-    Words key[S], value[S];
+    uint4 key[S], value[S];
     i64 place[S];
 #pragma unroll
     for (int j = 0; j < S - 1; j++) {
@@ -142,7 +92,7 @@ __device__ __forceinline__ void attend(const Operands& x, u32 row, u32 head, boo
         }
         place[j] = (x.first + j) * x.slot_step + slot * x.slot_row + own;
     }
-    const Words asked = load_own<FORM>(x.q + row * x.q_row + head * D + column);
+    const uint4 asked = load_own<FORM>(x.q + row * x.q_row + head * D + column);
 #pragma unroll
     for (int j = 0; j < S - 1; j++) key[j] = load(x.k_slots + place[j]);
     key[S - 1] = load_own<FORM>(x.k + row * x.k_row + own);
@@ -183,12 +133,9 @@ __device__ __forceinline__ void attend(const Operands& x, u32 row, u32 head, boo
         add(out, share, load_own<SLOTS>(x.shared + at * D + column));
     }
     const float by = 1.f / sum;
-    if (live) {
-        Words done;
 #pragma unroll
-        for (int i = 0; i < 4; i++) done.w[i] = pack(out[2 * i] * by, out[2 * i + 1] * by);
-        store(result, done);
-    }
+    for (int e = 0; e < 8; e++) out[e] *= by;
+    if (live) store(result, pack8(out));
     if (x.lse && live && column == 0) x.lse[(i64)head * x.rows + row] = most + logf(sum);
 }
 

@@ -1,0 +1,56 @@
+"""Sources of kernels: their parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.ops import cuda
+from app.ops.builds import sources
+from app.ops.cuda import Build
+from app.ops.nvrtc import CompileError, Missing, compiled, version
+
+OPS = Path(cuda.__file__).parent
+PART = OPS / "prelude" / "half.cuh"
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A source of four lines; its third is a part, its fourth wrong."""
+    file = tmp_path / "one.cu"
+    file.write_text('// build:\n#define A 1\n// part: prelude/half.cuh\nextern "C" __global__ void f() { g(); }\n')
+    return file
+
+
+def test_a_part_stands_where_its_line_is(source):
+    found = cuda.text(source)
+    assert found.index("#define A 1") < found.index(PART.read_text()) < found.index("void f()")
+    assert "// part:" not in found
+
+
+def test_an_engine_is_bound_to_the_parts_of_its_sources(source):
+    assert cuda.files(source) == (source, PART)
+    assert sources([Build.of(source, A=1), Build.of(source, A=2)]) == tuple(sorted((source, PART)))
+
+
+def test_a_part_that_is_not_there_is_an_error_that_names_it(source):
+    source.write_text("// part: prelude/none.cuh\n")
+    with pytest.raises(FileNotFoundError, match=r"prelude/none\.cuh"):
+        cuda.text(source)
+
+
+def test_parts_have_no_parts_and_every_one_is_some_sources():
+    named = {file for source in OPS.glob("*/*.cu") for file in cuda.files(source)}
+    parts = set(OPS.glob("*/*.cuh"))
+    assert parts <= named
+    assert [part for part in parts if cuda.files(part) != (part,)] == []
+
+
+def test_the_compilers_words_name_the_line_of_the_source(source):
+    try:
+        version()
+    except Missing:
+        pytest.skip("NVRTC is not installed")
+    with pytest.raises(CompileError, match=r"one\.cu\(4\)"):
+        compiled(cuda.text(source), ("-arch=sm_90",))
