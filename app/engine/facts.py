@@ -100,11 +100,9 @@ def weight_facts(family: Family, dtype: torch.dtype) -> list[dict[str, object]]:
 
 
 def _transform(binding: Binding, target: str, *, eight: bool) -> list[dict[str, object]]:
-    steps: list[dict[str, object]] = []
+    steps: list[dict[str, object]] = [{"op": "transpose"}] if binding.transpose else []
     if binding.rows is not None:
-        rows = binding.rows.to("cpu", torch.int64).contiguous().numpy()
-        digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16]
-        steps.append({"op": "gather", "rows": len(rows), "absent": int((rows < 0).sum()), "digest": digest})
+        steps.append(_picked(binding.rows.to("cpu", torch.int64)))
     if eight:
         steps.append({"op": "quantise", "dtype": str(FP8).removeprefix("torch."), "scale": "float32", "per": "row"})
     else:
@@ -112,6 +110,15 @@ def _transform(binding: Binding, target: str, *, eight: bool) -> list[dict[str, 
     if len(binding.sources) > 1:
         steps.append({"op": "concatenate", "dim": 0})
     return steps
+
+
+def _picked(rows: torch.Tensor) -> dict[str, object]:
+    """Which rows of a source are kept: a stretch of them, or a list, which its digest names."""
+    first = int(rows[0]) if len(rows) else -1
+    if first >= 0 and torch.equal(rows, torch.arange(first, first + len(rows))):
+        return {"op": "split", "first": first, "rows": len(rows)}
+    digest = hashlib.sha256(rows.contiguous().numpy().astype("<i8").tobytes()).hexdigest()[:16]
+    return {"op": "gather", "rows": len(rows), "absent": int((rows < 0).sum()), "digest": digest}
 
 
 def made_for(model: Model, name: str, sid: SidConfig, dtype: torch.dtype) -> str:

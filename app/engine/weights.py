@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,24 +21,15 @@ from app.config import Limits, Precision, SidConfig
 from app.engine.engine import Engine
 from app.engine.families.base import Family, ModelFiles
 from app.engine.fp8 import carrier, install, quantised
+from app.engine.placing import Target, clear, place
 from app.engine.safetensors import DTYPES, Entry, Reader, read_header
 from app.engine.slots import Layout, Slot, Slots
 from app.engine.tokens import read_json
 from app.errors import Fault, Rejected
-from app.ops.fp8 import FP8, quantise_rows, unfit
+from app.ops.fp8 import FP8, unfit
 
 INDEX = "model.safetensors.index.json"
 _LISTED = 8
-
-
-class Target(NamedTuple):
-    """Where a source tensor goes: rows of a parameter, taken from these rows of the source (None = all; -1 = zeros).
-    scale: of each row of a parameter in 8 bits, whose source is quantised row by row."""
-
-    parameter: Tensor
-    first: int
-    rows: Tensor | None
-    scale: Tensor | None = None
 
 
 def load(
@@ -203,10 +193,12 @@ def _targets(module: Family, entries: Mapping[str, Entry], slot: Slot) -> dict[s
         memory, scale = slot.tensors[name], slot.tensors.get(f"{name}.scale")
         install(module.get_submodule(owner), leaf, memory, scale)
         first, binding = 0, bindings[name]
+        if binding.transpose and parameter.dim() != 2:
+            raise Fault(f"`{name}` is no matrix: its sources cannot be transposed")
         for source in binding.sources:
-            size = len(binding.rows) if binding.rows is not None else entries[source].shape[0]
-            targets[source].append(Target(memory, first, binding.rows, scale))
-            first += size
+            own = entries[source].shape[1 if binding.transpose else 0]
+            targets[source].append(Target(memory, first, binding.rows, scale, binding.transpose))
+            first += own if binding.rows is None else len(binding.rows)
         if first != parameter.shape[0]:
             raise Fault(f"`{name}` has {parameter.shape[0]} rows, its sources {first}")
     return targets
@@ -237,12 +229,9 @@ def _read(
     they are `checked`: what the family leaves alone need not be finite."""
     rows, stored = (entry.shape[0] if entry.shape else 1), DTYPES.get(entry.dtype)
     bad, overflown = 0, 0
-    for target in targets:
-        if target.rows is not None:
-            own = slice(target.first, target.first + len(target.rows))
-            target.parameter[own].zero_()
-            if target.scale is not None:
-                target.scale[own].zero_()
+    later = [target for target in targets if target.whole]
+    whole = torch.empty(entry.shape if later else 0, dtype=stored)
+    clear(targets)
     for first, data in reader.read(entry, rows):
         if compared is not None:
             compared.update(data.data)
@@ -253,8 +242,13 @@ def _read(
         bad += _not_finite(piece)
         cast = piece if stored == dtype else piece.to(dtype)
         overflown += 0 if cast is piece else _not_finite(cast)
+        if later:
+            whole[first : first + count] = piece
         for target in targets:
-            _place(target, first, cast if target.scale is None else piece)
+            if not target.whole:
+                place(target, first, cast if target.scale is None else piece)
+    for target in later:
+        place(target._replace(transpose=False), 0, whole.t())
     for count, verb in ((bad, "holds"), (overflown, f"as {str(dtype).removeprefix('torch.')} holds")):
         if count:
             raise Rejected("not_finite", f"{verb} {count} NaN or infinite values", location=entry.location)
@@ -275,22 +269,6 @@ def value_findings(module: Family, entries: Mapping[str, Entry], dtype: torch.dt
                     if error.code != "not_finite":
                         raise
                     yield error
-
-
-def _place(target: Target, first: int, piece: Tensor) -> None:
-    """Rows first, first + 1, .. of a source."""
-    parts = [(target.parameter, piece)]
-    if target.scale is not None:
-        data, scale = quantise_rows(piece.to(target.parameter.device))
-        parts = [(target.parameter.view(torch.uint8), data.view(torch.uint8)), (target.scale, scale)]
-    for memory, values in parts:
-        if target.rows is None:
-            memory[target.first + first : target.first + first + len(values)].copy_(values)
-            continue
-        mine = torch.nonzero((target.rows >= first) & (target.rows < first + len(values))).flatten()
-        if len(mine):
-            here, there = (mine + target.first).to(memory.device), target.rows[mine] - first
-            memory[here] = values[there.to(values.device)].to(memory.device)
 
 
 def _not_finite(piece: Tensor) -> int:

@@ -6,10 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.engine.weights import resolve_precision
-from app.errors import Rejected
+from app.config import Limits, SidConfig
+from app.core import WeightSpec
+from app.engine import safetensors
+from app.engine.facts import _transform, weight_facts
+from app.engine.families.base import Binding
+from app.engine.weights import load, resolve_precision
+from app.errors import Fault, Rejected
+from app.ops.fp8 import quantise_rows
 from tests.engine import tiny
 from tests.engine.tiny import CPU
+from tests.engine.toy import Toy
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.layers.1.self_attn.k_norm.weight"
@@ -260,3 +267,100 @@ def test_precision_names_a_dtype():
 def test_a_missing_directory_is_refused(tmp_path):
     with pytest.raises(Rejected):
         tiny.engine(tmp_path / "nowhere")
+
+
+class Sideways(Toy):
+    """Matrices of 16 columns that the artifact holds as 16 rows: one, two in one, and some rows of one."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        sizes = {"one": 32, "two": 48, "some": 3}
+        for name, rows in sizes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(rows, 16, dtype=self.dtype, device="meta")))
+
+    def bindings(self):
+        return {
+            **super().bindings(),
+            "one": Binding(("one",), transpose=True),
+            "two": Binding(("left", "right"), transpose=True),
+            "some": Binding(("wide",), torch.tensor([5, -1, 0]), transpose=True),
+        }
+
+    def weight_specs(self):
+        own = {"one": (16, 32), "left": (16, 16), "right": (16, 32), "wide": (16, 7)}
+        return (*toys(self), *(WeightSpec(name, shape) for name, shape in own.items()))
+
+    def projections(self):
+        return ("one", "two")
+
+
+def toys(module):
+    return tuple(WeightSpec(name, tuple(x.shape)) for name, x in module.named_parameters() if name[-1].isdigit())
+
+
+def sideways(directory, change=lambda tensors: None, precision="float32"):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"one": (16, 32), "left": (16, 16), "right": (16, 32), "wide": (16, 7)}
+    shapes |= {f"{kind}.{t}": (4, 16) for kind in ("codes", "heads") for t in range(2)}
+    stored = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    change(stored)
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text('{"width": 16}')
+    save_file(stored, directory / "model.safetensors")
+    sid, limits = SidConfig(sizes=(4, 4)), Limits(widths=(4, 4), rows=16, batch=4, context=8)
+    return stored, load(directory, Sideways, sid, limits, precision=precision, device=CPU)
+
+
+@pytest.mark.parametrize("chunk", [1, 300, safetensors.CHUNK])
+def test_a_matrix_that_is_stored_the_other_way_round_is_turned_piece_by_piece(chunk, tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "CHUNK", chunk)
+    stored, engine = sideways(tmp_path)
+    bound = parameters(engine)
+    assert torch.equal(bound["one"], stored["one"].t())
+    assert torch.equal(bound["two"], torch.cat([stored["left"].t(), stored["right"].t()]))
+    assert torch.equal(bound["some"], torch.stack([stored["wide"][:, 5], torch.zeros(16), stored["wide"][:, 0]]))
+    _, eight = sideways(tmp_path, precision="fp8")
+    bound = parameters(eight)
+    for name in ("one", "two"):  # scales are of the rows that it has here, not of those on the disk
+        data, scale = quantise_rows(torch.cat([stored[x].t() for x in {"two": ("left", "right")}.get(name, (name,))]))
+        assert torch.equal(bound[f"{name}.data"].view(torch.uint8), data.view(torch.uint8))
+        assert torch.equal(bound[f"{name}.scale"], scale)
+
+
+def test_what_is_stored_the_other_way_round_is_checked_as_it_is_stored(tmp_path):
+    with pytest.raises(Rejected) as caught:
+        sideways(tmp_path, lambda tensors: tensors.update(one=tensors["one"].t().contiguous()))
+    assert (caught.value.code, caught.value.location) == ("bad_shape", "model.safetensors: one")
+    with pytest.raises(Rejected) as caught:
+        sideways(tmp_path, lambda tensors: tensors["right"].view(-1).__setitem__(3, torch.inf))
+    assert (caught.value.code, caught.value.location) == ("not_finite", "model.safetensors: right")
+
+
+def test_a_contract_says_what_is_transposed_split_and_gathered(tmp_path):
+    _, engine = sideways(tmp_path)
+    facts = {one["parameter"]: one for one in weight_facts(engine._family, torch.float32)}
+    cast = {"op": "cast", "dtype": "float32"}
+    assert facts["one"]["sources"] == [{"name": "one", "shape": (16, 32)}]
+    assert (facts["one"]["shape"], facts["one"]["transform"]) == ([32, 16], [{"op": "transpose"}, cast])
+    assert facts["two"]["transform"] == [{"op": "transpose"}, cast, {"op": "concatenate", "dim": 0}]
+    assert [one["op"] for one in facts["some"]["transform"]] == ["transpose", "gather", "cast"]
+    assert facts["codes.0"]["transform"] == [cast]
+    plain = Binding(("wide",), torch.arange(2, 5))
+    assert _transform(plain, "float32", eight=False) == [{"op": "split", "first": 2, "rows": 3}, cast]
+
+
+def test_only_a_matrix_can_be_transposed(tmp_path):
+    class Vector(Sideways):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.one = torch.nn.Parameter(torch.empty(32, dtype=self.dtype, device="meta"))
+
+        def weight_specs(self):
+            return tuple(
+                WeightSpec(one.name, (32,) if one.name == "one" else one.shape) for one in super().weight_specs()
+            )
+
+    sideways(tmp_path)
+    with pytest.raises(Fault, match="`one` is no matrix"):
+        edit(tmp_path, lambda tensors: tensors.update(one=torch.zeros(32)))
+        load(tmp_path, Vector, SidConfig(sizes=(4, 4)), Limits(widths=(4, 4), rows=16), device=CPU)

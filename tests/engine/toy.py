@@ -6,6 +6,7 @@ half of its parent's vector, which it finds through its ancestry.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Self
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from app.config import Limits, SidConfig
 from app.core import Arena, Context, Contexts, History, Inputs, InputSpec, Rows, StateSpec, StepOutput
-from app.engine.families.base import Family, ModelFiles
+from app.engine.families.base import Binding, Family, ModelFiles
 from app.errors import InvalidRequest, Rejected
 
 
@@ -71,3 +72,12 @@ class Toy(Family):
         if t < self.steps:
             slots[t - 1, :n] = x
         return StepOutput(functional.linear(x, self.heads[t - 1]), None, {})
+
+
+class Turned(Toy):
+    """The same model from checkpoints that hold heads.0.. as [d, C_t]: one binding, and nothing else, says so."""
+
+    name: ClassVar[str] = "turned"
+
+    def bindings(self) -> Mapping[str, Binding]:
+        return {name: Binding((name,), transpose=name.startswith("heads")) for name, _ in self.named_parameters()}

@@ -47,10 +47,15 @@ def root(tmp_path, monkeypatch):
     package = tmp_path / "site"
     (package / "toy-1.0.dist-info").mkdir(parents=True)
     (package / "toy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
-    (package / "toy-1.0.dist-info" / "entry_points.txt").write_text("[widebeam.families]\ntoy = a_family_of_mine:Toy\n")
+    (package / "toy-1.0.dist-info" / "entry_points.txt").write_text(
+        "[widebeam.families]\ntoy = a_family_of_mine:Toy\nturned = a_family_of_mine:Turned\n"
+    )
     (package / "a_family_of_mine.py").write_text(Path(toy.__file__).read_text())
     monkeypatch.setenv("PYTHONPATH", str(package))
-    root = tmp_path / "root"
+    return made_root(tmp_path / "root")
+
+
+def made_root(root):
     (root / "policies").mkdir(parents=True)
     (root / "policies" / "base.yaml").write_text(support.BASE)
     (root / "deployment.toml").write_text(DEPLOYMENT)
@@ -67,9 +72,9 @@ def widebeam(*arguments):
     return done.returncode, done.stdout, done.stderr
 
 
-def best(history):
+def best(history, seed=0):
     """Every item's score under the toy model, in NumPy, best first."""
-    weights = {name: tensor.double().numpy() for name, tensor in tensors().items()}
+    weights = {name: tensor.double().numpy() for name, tensor in tensors(seed).items()}
     sids = support.random_sids(SIZES, ITEMS)
     context = sum(weights[f"codes.{t}"][sids[item, t]] for item in history for t in range(len(SIZES)))
 
@@ -123,6 +128,41 @@ def test_a_family_of_ones_own_gets_contract_gate_and_server(root):
         assert server.items("i3", "i7", k=5) == found
         assert not [line for line in server.lines if line.get("event") == "contract_stored"]
     assert file.stat().st_mtime_ns == before
+
+
+def turned(seed):
+    """The tensors as a checkpoint of `Turned` holds them."""
+    return {name: x.t().contiguous() if name.startswith("heads") else x for name, x in tensors(seed).items()}
+
+
+@pytest.mark.timeout(400)
+def test_a_checkpoint_that_stores_matrices_the_other_way_round_is_served_and_refitted_live(root):
+    file = root / "deployment.toml"
+    file.write_text(file.read_text().replace('"toy"', '"turned"'))
+    support.write_weights(root, {"width": WIDTH}, turned(5), "v2")  # v1 holds its heads as they are used
+    code, out, _ = widebeam("contract", "check", "--root", root, "--weights", "v1", "--json")
+    assert code == 1
+    assert {(one["code"], one["place"]) for one in json.loads(out)["findings"] if one["severity"] == "error"} == {
+        ("bad_shape", f"weights/v1/model.safetensors: heads.{t}") for t in range(len(SIZES))
+    }
+    with serving(root) as server:
+        server.until(lambda: server.client.get("/readyz").status_code == 200, "ready", timeout=240)
+        for version, seed in (("v2", 5), ("v3", 6), ("v4", 7)):  # more than there are slots that nobody has used yet
+            if version != "v2":
+                support.write_weights(root, {"width": WIDTH}, turned(seed), version)
+            server.until(lambda name=version: server.status()["active"]["weights"]["version"] == name, version)
+            found, known = server.items("i3", "i7", k=5), best([3, 7], seed)[:5]
+            assert [item for item, _ in found] == [item for item, _ in known]
+            assert [score for _, score in found] == pytest.approx([score for _, score in known], abs=1e-4)
+    code, out, _ = widebeam("contract", "show", "--root", root, "--json")
+    weights = {one["parameter"]: one for one in json.loads(out)["weights"]}
+    assert weights["heads.1"] == {
+        "parameter": "heads.1",
+        "shape": [SIZES[1], WIDTH],
+        "sources": [{"name": "heads.1", "shape": [WIDTH, SIZES[1]]}],
+        "accepts": ["BF16", "F16", "F32"],
+        "transform": [{"op": "transpose"}, {"op": "cast", "dtype": "float32"}],
+    }
 
 
 def rejected(server):

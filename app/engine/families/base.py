@@ -35,12 +35,14 @@ class ModelFiles:
 class Binding:
     """How a parameter is made from the artifact's tensors: `sources` by name, concatenated along dim 0 and cast.
 
-    rows    where given, only these rows of the (single) source are kept, in this order; -1 gives a row of zeros
-            (a head for a step's codes)
+    rows       where given, only these rows of the (single) source are kept, in this order; -1 gives a row of zeros
+               (a head for a step's codes). A source that several parameters name is split among them so
+    transpose  the sources hold their matrices the other way round, [K, M] for M rows of K; `rows` are counted after it
     """
 
     sources: tuple[str, ...]
     rows: Tensor | None = field(default=None)
+    transpose: bool = False
 
 
 def fields_of(config: Mapping[str, object], kind: type[Struct]) -> dict[str, object]:
@@ -82,14 +84,15 @@ class Family(nn.Module):
         return ()
 
     def weight_specs(self) -> tuple[WeightSpec, ...]:
-        """The tensors that an artifact must hold. Default: what the plain bindings say; a family that concatenates or
-        picks rows says the shapes of its sources itself."""
+        """The tensors that an artifact must hold, as it holds them. Default: what the plain bindings say; a family that
+        concatenates or picks rows says the shapes of its sources itself."""
         parameters = dict(self.named_parameters())
         specs = []
         for name, binding in self.bindings().items():
             if len(binding.sources) != 1 or binding.rows is not None:
                 raise Fault(f"{type(self).__name__}.weight_specs must say the sources of `{name}`")
-            specs.append(WeightSpec(binding.sources[0], tuple(parameters[name].shape)))
+            shape = tuple(parameters[name].shape)
+            specs.append(WeightSpec(binding.sources[0], shape[::-1] if binding.transpose else shape))
         return tuple(specs)
 
     def tied(self) -> Mapping[str, str]:
