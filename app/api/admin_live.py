@@ -5,6 +5,7 @@ Writes take `If-Match: "EPOCH"`, the ETag of what the operator saw: 412 where so
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable
 from typing import Annotated, Any, Final, TypeVar, get_args
 
@@ -19,6 +20,8 @@ from app.runtime.control import Control, Document, Kind
 T = TypeVar("T", bound=msgspec.Struct)
 REFUSED: Final = (400, 401, 403, 404, 412, 422, 503)
 MAX_HISTORY: Final = 200
+TAG: Final = re.compile(r'(?:W/)?"[^"]*"')
+"""An entity tag (RFC 9110, 8.8.3); with `W/` a weak one, which If-Match never matches."""
 KINDS: Final = (*get_args(Kind), "engine")
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 PolicyName = Annotated[str, Meta(pattern="^[a-z][a-z0-9_]*$", max_length=64)]
@@ -241,11 +244,19 @@ def answer(document: Document, status: int = 200) -> Response:
 
 
 def match(request: Request, control: Control) -> None:
-    """Raise EpochChanged where If-Match names other epochs than the present one. Nothing may wait between this and the
-    decision."""
-    given = media.header(request.scope["headers"], b"if-match")
-    tags = {tag.strip() for tag in given.split(",") if tag.strip()}
-    if given and not tags & {"*", etag(control)}:
+    """Raise EpochChanged where If-Match names other epochs than the present one, a weak tag being none of them, and
+    MalformedHeader where it names nothing: whoever writes it wants to be protected. Nothing may wait between this and
+    the decision."""
+    headers = request.scope["headers"]
+    if not any(name == b"if-match" for name, _ in headers):
+        return
+    given = media.header(headers, b"if-match").strip()
+    if given == "*":
+        return
+    tags = TAG.findall(given)
+    if not tags or {part.strip() for part in TAG.sub("", given).split(",")} != {""} or len(tags) > given.count(",") + 1:
+        raise errors.MalformedHeader('expected `"EPOCH"` as the ETag says it, in quotes, or `*`', path="If-Match")
+    if etag(control) not in tags:
         raise errors.EpochChanged("somebody decided, or something was cut over, since; look again", path="If-Match")
 
 

@@ -2,6 +2,7 @@
 
 InvalidRequest
 ├── MalformedBody        400  not JSON, not msgpack
+├── MalformedHeader      400  admin only: an If-Match that is none
 ├── BodyTooLarge         413
 ├── UnsupportedMedia     415
 ├── NotAcceptable        406
@@ -31,6 +32,12 @@ class MalformedBody(errors.InvalidRequest):
     """The body is not what its Content-Type says."""
 
     code = "malformed_body"
+
+
+class MalformedHeader(errors.InvalidRequest):
+    """A header whose value cannot be understood, and that must not be passed over."""
+
+    code = "malformed_header"
 
 
 class BodyTooLarge(errors.InvalidRequest):
@@ -97,6 +104,7 @@ STATUS: Final[Mapping[type[BaseException], int]] = {
     errors.WidebeamError: 500,
     errors.InvalidRequest: 422,
     MalformedBody: 400,
+    MalformedHeader: 400,
     Unauthorized: 401,
     Forbidden: 403,
     NotFound: 404,

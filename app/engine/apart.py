@@ -1,8 +1,9 @@
 """`export_family` in a process of its own: an export holds the interpreter for seconds and is a state of its process,
 so none is ever made where requests are served.
 
-    python -m app.engine.apart FD     reads a `Task` as JSON, writes a `Result` as JSON, and ends when the pipe FD does:
-                                      whoever asked holds its other end, and however that process ends, so does this one
+    python -m app.engine.apart     reads a `Task` as JSON, writes a `Result` as JSON
+
+It never outlives whoever asked: that process holds the other end of a pipe, and lets go of it however it ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ NICE: Final = 5
 
 
 class Task(msgspec.Struct, frozen=True):
-    """family: "module:class" · dtype: as torch names it · path: where modules are found; the rest as `Family.build`."""
+    """family: "module:class" · dtype: as torch names it · path: where modules are found · lifeline: the pipe that ends
+    with whoever asks; the rest as `Family.build`."""
 
     family: str
     config: dict[str, object]
@@ -39,7 +41,8 @@ class Task(msgspec.Struct, frozen=True):
     sid: SidConfig
     limits: Limits
     dtype: str
-    path: tuple[str, ...] = ()
+    path: tuple[str, ...]
+    lifeline: int
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -57,14 +60,12 @@ def export_apart(
     Rejected("export_failed") where that process did not answer (no memory, no more processes): worth another try.
     """
     name = str(dtype).removeprefix("torch.")
-    task = Task(
-        f"{kind.__module__}:{kind.__qualname__}", dict(files.config), str(files.directory.absolute()),
-        dict(files.shapes), sid, limits, name, tuple(sys.path),
-    )  # fmt: skip
+    where = f"{kind.__module__}:{kind.__qualname__}", dict(files.config), str(files.directory.absolute())
     try:
         with _lifeline() as held:
+            task = Task(*where, dict(files.shapes), sid, limits, name, tuple(sys.path), held)
             done = subprocess.run(
-                [sys.executable, "-m", "app.engine.apart", str(held)], pass_fds=(held,),
+                [sys.executable, "-m", "app.engine.apart"], pass_fds=(held,),
                 input=msgspec.json.encode(task), capture_output=True, timeout=TIMEOUT_S, check=False,
             )  # fmt: skip
         result = msgspec.json.decode(done.stdout, type=Result) if done.returncode == 0 else None
@@ -98,12 +99,12 @@ def _end_with(held: int) -> None:
 
 def main() -> None:
     """The other process. What a family prints goes to stderr."""
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     os.nice(NICE)
     torch.set_num_threads(1)
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
+    threading.Thread(target=_end_with, args=(task.lifeline,), daemon=True).start()
     with answer:
         answer.write(msgspec.json.encode(_done(task)))
 

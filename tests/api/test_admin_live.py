@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.api.support import ask, get
+from tests.api.support import ask, connect, get
 from tests.live_support import live_server
 from tests.runtime.test_cutover import weights, world
 
@@ -113,11 +113,53 @@ async def test_a_decision_counts_only_for_the_epoch_it_names(shared):
     ):  # fmt: skip
         late = await post(path, body, before)
         assert (late.status, late.json()["error"]["code"]) == (412, "epoch_changed"), path
-    assert (await post("snapshots:unpin", None, " , ,")).status == 412  # a condition without an epoch holds for none
     assert (await shared.status())["desired"]["asked"] == {}
     assert (await post("snapshots:unpin", None, "*")).status == 200
     now = (await get(shared.admin, "/admin/v1/status")).headers["etag"]
     assert (await post("snapshots:unpin", None, f'"other", {now}')).status == 200
+
+
+MATCHES = [
+    (["{now}"], 200),
+    ([" {now} "], 200),
+    (["*"], 200),
+    (['"other", {now}'], 200),
+    (['"other"', "{now}"], 200),  # two headers are one list
+    (["{now},"], 200),
+    (['"other"'], 412),
+    (["W/{now}"], 412),  # If-Match compares strongly
+    (['W/{now}, "other"'], 412),
+    (['"*"'], 412),
+    (['"a,{bare}"'], 412),
+    ([""], 400),
+    (["   "], 400),
+    ([" , ,"], 400),
+    (["{bare}"], 400),  # without its quotes
+    (['"{bare}'], 400),
+    (["*, {now}"], 400),
+    (["*", "{now}"], 400),
+    (["{now} {now}"], 400),
+    (["{now}; q=1"], 400),
+    (["", "{now}"], 200),
+]
+
+
+async def test_a_condition_is_understood_or_refused_and_never_passed_over(shared):
+    async def post(given):
+        now = (await get(shared.admin, "/admin/v1/status")).headers["etag"]
+        lines = "".join(f"if-match: {one.format(now=now, bare=now.strip(chr(34)))}\r\n" for one in given)
+        async with connect(shared.admin) as client:
+            head = f"POST /admin/v1/snapshots:unpin HTTP/1.1\r\nhost: localhost\r\n{lines}content-length: 0\r\n\r\n"
+            client.writer.write(head.encode())
+            return await client.reply()
+
+    for given, status in MATCHES:
+        reply = await post(given)
+        assert reply.status == status, (given, reply.body)
+        if status != 200:
+            error = reply.json()["error"]
+            code = {400: "malformed_header", 412: "epoch_changed"}[status]
+            assert (error["code"], error["path"], error["retryable"]) == (code, "If-Match", False)
 
 
 async def test_of_two_decisions_at_once_that_name_one_epoch_one_is_carried_out(shared):
