@@ -17,6 +17,7 @@ from app.policies.operators import Operators
 from app.runtime import state_dir
 from app.runtime.artifact_updates import ArtifactUpdates
 from app.runtime.background import Background
+from app.runtime.contracts import FOLDER as CONTRACTS
 from app.runtime.exposure import with_files
 from app.runtime.kill import KillSwitch
 from app.runtime.ledger import Ledger
@@ -54,6 +55,8 @@ class Live:
         operators: Operators = BUILT_IN,
     ) -> None:
         state = root / deployment.server.state_dir
+        if not (root / CONTRACTS).is_symlink():  # what lies elsewhere is somebody else's
+            state_dir.clean(root / CONTRACTS)
         self._root, self._state, self._runtime, self._log = root, state, runtime, log
         composing, ledger = asyncio.Lock(), Ledger(log, metrics)
         self._ledger = ledger

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from app.config import read_small
 from app.policies.last_good import Kept, decode, encode
 
+TEMPORARY: Final = ".tmp-"
 MAX_FILE: Final = 4 << 20
 LAST_GOOD: Final = "last_good"
 POLICIES: Final = "policies"
@@ -22,25 +24,45 @@ KILLED: Final = "killed.json"
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a file by a rename, so that no reader and no crash sees half of it. Raises OSError."""
+    """Replace a file by a rename, so that no reader and no crash sees half of it. Raises OSError.
+
+    Until then the bytes are in a file of this process's own, which it holds a lock on: see `clean`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
+    stream, name = _temporary(path.parent)
     try:
-        with os.fdopen(descriptor, "wb") as stream:
+        with stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(name, path)  # noqa: PTH105  a name from mkstemp
+            os.replace(name, path)  # noqa: PTH105  a name from mkstemp
     except BaseException:
-        os.unlink(name)  # noqa: PTH108
+        with suppress(OSError):
+            os.unlink(name)  # noqa: PTH108
         raise
 
 
-def clean(state: Path) -> None:
-    """Take away what a process that was killed in the middle of a write has left."""
-    for path in state.rglob(".tmp-*"):
+def _temporary(folder: Path) -> tuple[BinaryIO, str]:
+    """A locked file in a folder, and its name."""
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=TEMPORARY, dir=folder)
+        stream = os.fdopen(descriptor, "wb")
+        with suppress(OSError):  # a file system without locks: nobody takes the file away there, see `clean`
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return stream, name
+        stream.close()  # somebody cleaned up in the very moment between
+
+
+def clean(folder: Path) -> None:
+    """Take away what a process that was killed in the middle of a write has left. What another process is writing is
+    locked, and stays."""
+    for path in folder.rglob(f"{TEMPORARY}*"):
         with suppress(OSError):
-            path.unlink()
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+            with os.fdopen(descriptor, "rb"):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def read(path: Path) -> bytes | None:
