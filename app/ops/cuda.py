@@ -5,7 +5,7 @@ parameters are `long long`, floating ones `float`; grids have one dimension. A l
 
     // part: prelude/half.cuh
 
-stands for that file of app/ops: what kernels share is in prelude/, and a long source lies in parts beside it, which have
+stands for that file of app/ops: what kernels share is in prelude/, a long source lies in parts beside it. These have
 none themselves. Lines of the form
 
     // build: D=64,128 BF16=0,1
