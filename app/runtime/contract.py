@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
 import torch
 
-from app.config import NO_FIELDS, Deployment, Limits
+from app.config import NO_FIELDS, Deployment
 from app.core import Contract, HeadSpec, InputSpec, StateSpec, StepShape, WeightSpec
 from app.engine.functions import Function, links
+from app.runtime.workspace import workspace
 from app.vocab.aggregates import tables
 
 
@@ -79,12 +79,12 @@ def make_parts(
         "config": config,
         "functions": functions,
         "links": links(functions),
-        "workspace": {"arena_bytes": arena_bytes(model.state_specs(), limits, len(sid.sizes))},
+        "workspace": workspace(model.state_specs(), functions, limits, sid.sizes),
     }
     if deployment.request != NO_FIELDS:  # a deployment that declares nothing keeps its id
         parts["request"] = deployment.request
     if any(tables(deployment)):
-        parts["columns"] = tables(deployment)
+        parts["columns"] = dict(zip(("attributes", "priors", "lists"), tables(deployment), strict=True))
     return parts
 
 
@@ -109,12 +109,6 @@ def contract_of(parts: Parts, model: Model, deployment: Deployment, precision: s
         config=msgspec.json.encode(parts["config"], order="sorted").decode(),
         request=deployment.request,
     )
-
-
-def arena_bytes(states: Sequence[StateSpec], limits: Limits, steps: int) -> int:
-    """Bytes of one lane's arena (`core.Arena`)."""
-    lead = {"request": limits.batch, "row": max(steps - 1, 1) * limits.rows}
-    return sum(lead[spec.scope] * math.prod(spec.shape) * spec.dtype.itemsize for spec in states)
 
 
 def _steps(deployment: Deployment) -> tuple[StepShape, ...]:

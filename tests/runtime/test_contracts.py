@@ -81,13 +81,6 @@ def test_the_id_is_made_of_what_a_contract_says_and_of_nothing_else(root, export
     assert read(made.file).id == made.contract.id
 
 
-def test_arena_bytes_are_those_that_an_engine_allocates(root, exports):
-    made = make(root)
-    engine = support.onerec_engine((4, 5, 6), made.contract.limits)
-    arena = engine.new_arena(made.contract.limits)
-    assert made.document["workspace"] == {"arena_bytes": sum(x.numel() * x.itemsize for x in arena.values())}
-
-
 def test_limits_that_no_function_reads_make_another_contract_without_an_export(root, exports):
     one = make(root)
     edit(root, "batch = 16", "batch = 8")
