@@ -7,33 +7,40 @@ general      torch's: scaled_dot_product_attention over gathered prefixes, log_s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from app.core import Ranked, StepOutput, Survivors
+from app.core import StepOutput, Survivors
 from app.engine.cuda_graphs import CudaRecorder
 from app.engine.families.onerec import Block, OneRec
 from app.engine.graphs import Recorded
 from app.ops.attention import context_attention, prefix_attention
+from app.ops.download import Download
 from app.ops.trie import dense
 from app.runtime.contexts import batch_inputs
 from app.runtime.final import rank_items
-from app.runtime.job import Batch, Job, Served
-from app.runtime.selection import Selection, judge
+from app.runtime.flight import Pause
+from app.runtime.job import Batch, Served
+from app.runtime.laps import Laps
+from app.runtime.metrics import Metrics
+from app.runtime.selection import Selection
 from app.runtime.snapshot import Snapshot
-from app.runtime.state import Ancestry, BatchState
+from app.runtime.state import Ancestry, BatchState, Finalists
+from app.runtime.steps import StepLoop
 
 MODES = ("homogeneous", "general")
 
 
-class OnePlan:
+class OnePlan(StepLoop):
     """Batches of `requests` full contexts under one plan; `graphs` of its steps on a GPU. Every request is of the
     snapshot's only policy, which normalises over the step's codes and masks by the trie."""
 
-    def __init__(self, mode: str, snapshot: Snapshot, requests: int) -> None:
+    def __init__(self, mode: str, snapshot: Snapshot, requests: int, metrics: Metrics) -> None:
+        super().__init__(time.monotonic, metrics)
         self.snapshot, self.general = snapshot, mode == "general"
         engine, contract = snapshot.engine, snapshot.contract
         family = engine._family  # noqa: SLF001  another way through the same weights
@@ -61,20 +68,18 @@ class OnePlan:
             ]
             recorder.end(fresh=True)
 
-    def serve(self, batch: Batch) -> list[Served]:
-        """As `StepLoop.serve`, but for the timings."""
-        ranked = self.run(batch.jobs)
-        return [Served(job, one, 0.0, 0.0, 0.0, len(self.codes)) for job, one in zip(batch.jobs, ranked, strict=True)]
-
     @torch.inference_mode()
-    def run(self, jobs: Sequence[Job]) -> list[Ranked]:
-        """The answers to a batch."""
-        snapshot, vocab = self.snapshot, self.snapshot.vocab
+    def run(self, batch: Batch) -> Iterator[Served | Pause]:
+        """See `StepLoop.run`; nobody leaves early, and nothing fails."""
+        jobs, snapshot = batch.jobs, self.snapshot
+        laps = Laps(self.device, time.monotonic)
+        laps.mark()
         state = self._rectangle()
         selection = Selection(jobs, snapshot.trie, self.sizes, self.device)
         inputs = batch_inputs(snapshot.engine.input_specs(), [job.inputs for job in jobs], self.device)
         snapshot.engine.encode(inputs, self.arena)
-        counts = []
+        laps.mark()
+        counts = [torch.zeros(2 * len(jobs) + 1, dtype=torch.int64, device=self.device)]
         for t in range(1, self.steps + 1):
             rows = state.rows(full=False)
             self.codes.copy_(rows.codes)
@@ -87,9 +92,16 @@ class OnePlan:
                 survivors = found.survivors
                 counts.append(found.counts)
             state.advance(t, survivors, tuple(range(0, len(self.codes) + 1, self.width)))
-        if counts:
-            assert not judge(counts, self.sizes).broken
-        return rank_items(jobs, state, vocab, self.steps)
+            laps.mark()
+        ends = Download((torch.stack(counts[-self.steps :]), *state.survivors))
+        yield Pause.LAUNCHED
+        laps.wait_for_last()
+        yield Pause.LAST
+        counted, *found_rows = ends.wait()
+        self._timed(laps)
+        assert not self._broken(counted, self.sizes[: len(counted)])
+        ranked = rank_items(jobs, Finalists(state.row_start, *found_rows), snapshot.vocab, self.steps)
+        yield from (Served(job, one, 0.0, 0.0, 0.0, len(self.codes)) for job, one in zip(jobs, ranked, strict=True))
 
     def _output(self, t: int) -> StepOutput:
         if not self.graphs:
@@ -139,7 +151,7 @@ class OnePlan:
             q, k, v, arena[f"k.{index}"], arena[f"v.{index}"],
             ancestry=self.ancestry, scale=block.scale, bias=self.bias[t - 1],
         )  # fmt: skip
-        return block.ffn.onto(own.onto(x, seen), block.ffn_norm(x))
+        return block.ffn.onto(own.onto(x, seen), block.ffn_norm)
 
     def _context(self, q: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Every row over its request's context, all of them full."""

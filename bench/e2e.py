@@ -132,7 +132,7 @@ def prepared(mode: str, snapshot: Snapshot, batch: int) -> Prepared:
     """A step loop of one mode: of one plan for `batch`, otherwise ready for every batch size."""
     metrics = Metrics()
     if mode in MODES:
-        plan = OnePlan(mode, snapshot, batch)
+        plan = OnePlan(mode, snapshot, batch, metrics)
         return Prepared(plan, Taken(len(plan.graphs)), metrics)
     loop = StepLoop(time.monotonic, metrics, recorder=cuda_graphs if mode == "step" else lambda _: None)
     return Prepared(loop, loop.prepare(snapshot), metrics)

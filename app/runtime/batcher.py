@@ -1,16 +1,30 @@
-"""Forms batches: by batch key and row budget, first come first served, never waiting while the engine is idle."""
+"""Forms batches: by batch key and row budget, first come first served, never waiting while the engine is idle.
+
+A device that works on its own gets the next batch before it has ended one: a full batch at once, what there is when it
+comes to the last step. It has two at most, and they end in their order.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from app.config import Limits
 from app.errors import DeadlineTooShort, QueueFull
 from app.runtime.job import Batch, Job, Served
 from app.runtime.predict import BatchTime
 from app.runtime.thread import EngineThread
+
+
+class _Running(NamedTuple):
+    """A batch that the engine thread has. rows: of all its jobs · handed: monotonic seconds when it got it."""
+
+    batch: Batch
+    rows: int
+    handed: float
 
 
 class Batcher:
@@ -37,8 +51,8 @@ class Batcher:
         self._waiting: deque[Job] = deque()
         self._waiting_rows = 0
         self._pump_scheduled = False
-        self._running: Batch | None = None
-        self._began = 0.0
+        self._running: deque[_Running] = deque()
+        self._ended = -math.inf
         self._idle = asyncio.Event()
         self._idle.set()
         self.time = BatchTime()
@@ -56,7 +70,7 @@ class Batcher:
     @property
     def running(self) -> int:
         """Requests that the engine thread has."""
-        return len(self._running.jobs) if self._running else 0
+        return sum(len(one.batch.jobs) for one in self._running)
 
     def check(self, rows: int, deadline: float | None) -> None:
         """Raise QueueFull, or DeadlineTooShort where the predicted finish lies behind the deadline."""
@@ -75,7 +89,7 @@ class Batcher:
         self._waiting.append(job)
         self._waiting_rows += job.rows
         self._idle.clear()
-        if self._running is None and not self._pump_scheduled:
+        if self._wanted() and not self._pump_scheduled:
             self._pump_scheduled = True  # after this turn, so that requests decoded together start together
             asyncio.get_running_loop().call_soon(self._pump)
 
@@ -91,20 +105,40 @@ class Batcher:
             self._dropped(job)
             self._settle()
 
+    def _wanted(self) -> bool:
+        """Whether the engine should have what waits now: when it has nothing, and behind one batch a full one."""
+        return not self._running or (self._room() and self.backlog >= 1)
+
+    def _room(self) -> bool:
+        """Whether a batch may be launched behind the one that is computed."""
+        return len(self._running) == 1 and self._thread.ahead(self._running[0].batch)
+
     def _pump(self) -> None:
         self._pump_scheduled = False
-        if self._running is not None:
-            return
-        batch = self._form()
-        if batch is not None:
-            self._running, self._began = batch, self._clock()
-            self._thread.run(batch, asyncio.get_running_loop(), self._finished)
-            self._formed(batch)
+        while self._wanted() and self._hand_in():
+            pass
         self._settle()
 
+    def _hand_in(self) -> bool:
+        """Give the engine the next batch; whether there was one."""
+        batch = self._form()
+        if batch is not None:
+            self._running.append(_Running(batch, sum(job.rows for job in batch.jobs), self._clock()))
+            self._thread.run(batch, asyncio.get_running_loop(), self._finished, self._at_last)
+            self._formed(batch)
+        return batch is not None
+
+    def _at_last(self, batch: Batch) -> None:
+        """The device is at the last step of the only batch that it has: what waits goes in behind it."""
+        if self._room() and self._running[0].batch is batch:
+            self._hand_in()
+            self._settle()
+
     def _finished(self, batch: Batch, served: Sequence[Served]) -> None:
-        self._running = None
-        self.time.observe(sum(job.rows for job in batch.jobs), self._clock() - self._began)
+        one, now = self._running.popleft(), self._clock()
+        assert one.batch is batch, "they end in their order"
+        self.time.observe(one.rows, now - max(one.handed, self._ended))
+        self._ended = now
         self._pump()  # the engine first, the answers after it
         self._done_with(served)
         self._settle()
@@ -131,7 +165,7 @@ class Batcher:
         return Batch(tuple(chosen)) if chosen else None
 
     def _settle(self) -> None:
-        if not self._waiting and self._running is None:
+        if not self._waiting and not self._running:
             self._idle.set()
 
     def _predicted_finish(self, rows: int, now: float) -> float | None:
@@ -141,9 +175,9 @@ class Batcher:
         if own is None:
             return None
         rest = 0.0
-        if self._running is not None:
-            whole = self.time.seconds(sum(job.rows for job in self._running.jobs)) or 0.0
-            rest = max(0.0, self._began + whole - now)
+        for one in self._running:
+            whole = self.time.seconds(one.rows) or 0.0
+            rest += max(0.0, max(one.handed, self._ended) + whole - now) if one is self._running[0] else whole
         ahead = 0.0
         if self._waiting:
             batches = max(len(self._waiting) // self.limits.batch, self._waiting_rows // self.limits.rows)

@@ -53,7 +53,7 @@ def explain(job: Job, lane: Transition, answer: Ranked) -> Explanation:
     lane: state memory that nobody else uses meanwhile. Engine thread only.
     """
     seen, state = watch(job, lane)
-    [again] = rank_items([job], state, job.snapshot.vocab, len(seen))
+    [again] = rank_items([job], state.finalists(), job.snapshot.vocab, len(seen))
     items = fates(job, seen, state, job.request.explain or ())
     return Explanation(tuple(map(_told, seen)), items, _mismatch(answer, again))
 
@@ -159,7 +159,7 @@ def fates(job: Job, steps: Sequence[Watched], state: BatchState, ids: tuple[str,
     request = replace(job.request, k=EVERYTHING)
     left: list[Left] = []
     [whole] = rank_items(
-        [replace(job, request=request)], state, vocab, len(steps), lambda *given: left.append(Left(*given))
+        [replace(job, request=request)], state.finalists(), vocab, len(steps), lambda *given: left.append(Left(*given))
     )
     found = zip(ids, vocab.find(ids), strict=True)
     return tuple(_item(job, steps, (whole, left), id_, int(item)) for id_, item in found)

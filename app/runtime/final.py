@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from app.policies.plan import FinalInputs, FinalProgram
 from app.runtime.columns import item_columns
 from app.runtime.fields import final_fields
 from app.runtime.job import Job
-from app.runtime.state import BatchState
+from app.runtime.state import Finalists
 from app.vocab.vocab import Vocab
 
 Int64s = npt.NDArray[np.int64]
@@ -23,16 +24,16 @@ Told = Callable[[str, Int64s, npt.NDArray[np.float32]], None]
 
 
 def rank_items(
-    jobs: Sequence[Job], state: BatchState, vocab: Vocab, leaf_depth: int, told: Told | None = None
+    jobs: Sequence[Job], found: Finalists, vocab: Vocab, leaf_depth: int, told: Told | None = None
 ) -> list[Ranked]:
-    """Each request's items, best first; one read of the device for the batch. told: for explanations only.
+    """Each request's items, best first. told: for explanations only.
 
     An SID gives its first `per_sid` items, in the catalogue's order of preference, that the request does not exclude.
     Survivors whose SID is no item of the catalogue (policies without the trie) give none.
     """
-    order, request_of, node, score, sids = (
-        values.cpu().numpy() for values in (state.order, state.request, state.node, state.score, state.sids)
-    )
+    start = found.row_start
+    order, node, score, sids = (values.numpy() for values in found[1:])
+    request_of = np.repeat(np.arange(len(start) - 1), [stop - begin for begin, stop in pairwise(start)])
     if ((np.diff(order) < 0) & (np.diff(request_of) == 0)).any():
         # rows in T0 order of each request, whatever their place in memory
         by_rank = np.lexsort((order, request_of))
@@ -40,7 +41,7 @@ def rank_items(
     first_leaf = int(vocab.trie.level_start[leaf_depth])
     ranked = []
     for request, job in enumerate(jobs):
-        own = slice(state.row_start[request], state.row_start[request + 1])
+        own = slice(start[request], start[request + 1])
         ranked.append(_one(job, node[own], score[own], sids[own], vocab, first_leaf, told))
     return ranked
 

@@ -44,11 +44,11 @@ class Verdict(NamedTuple):
     broken: Mapping[int, int]
 
 
-def judge(counts: Sequence[Tensor], sizes: Sequence[int]) -> Verdict:
-    """What the steps of a batch counted; sizes: C_1..C_L. Waits for the device, once."""
+def judge(counts: Tensor, sizes: Sequence[int]) -> Verdict:
+    """What the steps of a batch counted: [steps, 2 R + 1], a row each, on the host; sizes: C_1..C_L."""
     broken: dict[int, int] = {}
     bad_logits, bad_scores = 0, 0
-    for t, (found, codes) in enumerate(zip(torch.stack(list(counts)).tolist(), sizes, strict=False), 1):
+    for t, (found, codes) in enumerate(zip(counts.tolist(), sizes, strict=True), 1):
         requests = len(found) // 2
         wrong, alive = found[:requests], found[requests:-1]
         bad_logits, bad_scores = bad_logits + sum(wrong), bad_scores + found[-1]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from app.core import Arena, Rows, StateSpec, Survivors
+from app.ops.download import Download
 from app.ops.transition import compact, extend_ancestry
 from app.ops.upload import upload, upload_ints
 
@@ -98,6 +99,17 @@ TRANSITIONS: Mapping[str, type[Ancestry] | type[Compaction]] = {"ancestry": Ance
 """By name. `ancestry` is the default; docs/architecture.md says what was measured."""
 
 
+class Finalists(NamedTuple):
+    """The survivors of a batch's last step on the host: rows row_start[r]:row_start[r + 1] are request r's. order, node
+    [N] int64, score [N] float32, sids [N, L] int64."""
+
+    row_start: Sequence[int]
+    order: Tensor
+    node: Tensor
+    score: Tensor
+    sids: Tensor
+
+
 class BatchState:
     """The rows of a batch at one step: whose they are, what they have written so far, how they rank.
 
@@ -141,3 +153,12 @@ class BatchState:
         counts = [stop - start for start, stop in pairwise(row_start)]
         self.request = upload(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), self._device)
         self.row_start = tuple(row_start)
+
+    @property
+    def survivors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `Finalists` has of the rows, on the device."""
+        return self.order, self.node, self.score, self.sids
+
+    def finalists(self) -> Finalists:
+        """The rows on the host; waits for the device."""
+        return Finalists(self.row_start, *Download(self.survivors).wait())

@@ -14,15 +14,17 @@ from app.engine.cuda_graphs import CudaRecorder
 from app.engine.engine import Engine
 from app.engine.graphs import Graphs, Recorder, Taken
 from app.errors import Expired, Fault, ModelOutput, WidebeamError
+from app.ops.download import Download
 from app.runtime.contexts import batch_inputs
 from app.runtime.explain import explain
 from app.runtime.final import rank_items
+from app.runtime.flight import Flight, Pause, go
 from app.runtime.job import Batch, Job, Served
 from app.runtime.laps import Laps
 from app.runtime.metrics import Metrics
 from app.runtime.selection import Selection, judge
 from app.runtime.snapshot import Snapshot
-from app.runtime.state import TRANSITIONS, Ancestry, BatchState, Transition
+from app.runtime.state import TRANSITIONS, Ancestry, BatchState, Finalists, Transition
 
 
 def cuda_graphs(engine: Engine) -> Recorder | None:
@@ -54,18 +56,27 @@ class StepLoop:
         self._lanes: dict[str, Lane] = {}
 
     def serve(self, batch: Batch) -> list[Served]:
-        """Every job of the batch with its result or its error, once each; a bug of ours fails the jobs still open."""
-        served: list[Served] = []
-        try:
-            served.extend(self.run(batch))
-        except Exception as error:  # noqa: BLE001  whatever broke: the jobs still open end here, and the loop lives on
-            done = {id(end.job) for end in served}
-            fault = Fault.of(error)
-            served += [Served(job, fault, self._clock(), 0.0, 0.0, 0) for job in batch.jobs if id(job) not in done]
-        return served
+        """Every job of the batch with its result or its error, once each."""
+        return self.finish(self.launch(batch))
+
+    def launch(self, batch: Batch) -> Flight:
+        """Ask the device for everything from the contexts to the last survivors. A GPU is not waited for: another batch
+        may be launched behind this one, which it then finds in the same state memory."""
+        flight = Flight(batch, [], self.run(batch))
+        go(flight, self._clock, Pause.LAUNCHED)
+        return flight
+
+    def await_last(self, flight: Flight) -> None:
+        """Wait until the device is at the last step of a batch that was launched. In any one thread."""
+        go(flight, self._clock, Pause.LAST)
+
+    def finish(self, flight: Flight) -> list[Served]:
+        """Wait for a batch that was launched: every job of it with its result or its error, once each; a bug of ours
+        fails the jobs still open. In any one thread, while others are launched."""
+        return go(flight, self._clock)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Iterator[Served]:
+    def run(self, batch: Batch) -> Iterator[Served | Pause]:
         """The batch, step by step; jobs that leave early come first."""
         jobs, snapshot = batch.jobs, batch.snapshot
         engine, steps = snapshot.engine, len(snapshot.contract.steps)
@@ -77,7 +88,7 @@ class StepLoop:
         contexts = batch_inputs(engine.input_specs(), [job.inputs for job in jobs], engine.device)
         output = engine.encode(contexts, state.arena)  # token models: step 1's output; others: None
         laps.mark()
-        encoded, left, widest, counts = self._clock() - began, set[int](), 0, list[Tensor]()
+        left, widest, counts = set[int](), 0, list[Tensor]()
         for t in range(1, steps + 1):  # each step with its own vocabulary, its own shapes
             if output is None:
                 output = self._decode(lane, engine, t, state.rows(full=selection.needs_full(t)))
@@ -89,18 +100,24 @@ class StepLoop:
             counts.append(found.counts)
             state.advance(t, found.survivors, (0, *accumulate(keep)))  # an index row a survivor, no K/V moves
             laps.mark()
-            yield from (self._end(jobs[r], error, began, encoded, widest) for r, error in gone.items())
+            yield from (self._end(jobs[r], error, began, 0.0, widest) for r, error in gone.items())
             left |= gone.keys()
             output = None
             if len(left) == len(jobs):
-                break
-        broken = self._broken(counts, snapshot.contract.sizes)  # the first wait for the device
-        encoded = self._timed(laps)
+                return
+        ends = Download((torch.stack(counts), *state.survivors))
+        yield Pause.LAUNCHED
+        laps.wait_for_last()
+        yield Pause.LAST
+        counted, *rows = ends.wait()
+        encoded, spent = self._timed(laps)
+        began = max(began, self._clock() - spent)  # the device may have had another batch before
+        broken = self._broken(counted, snapshot.contract.sizes)
         yield from (self._end(jobs[r], error, began, encoded, widest) for r, error in broken.items() if r not in left)
         left |= broken.keys()
         if len(left) == len(jobs):
             return
-        items = rank_items(jobs, state, snapshot.vocab, steps)
+        items = rank_items(jobs, Finalists(state.row_start, *rows), snapshot.vocab, steps)
         if bad := sum(one.bad for r, one in enumerate(items) if r not in left):
             self._metrics.bad_scores_total.labels("final").inc(bad)
         yield from (self._end(jobs[r], items[r], began, encoded, widest) for r in range(len(jobs)) if r not in left)
@@ -123,7 +140,7 @@ class StepLoop:
             output = engine.step(t, rows, lane.transition.arena)
         return output
 
-    def _broken(self, counts: Sequence[Tensor], sizes: Sequence[int]) -> dict[int, WidebeamError]:
+    def _broken(self, counts: Tensor, sizes: Sequence[int]) -> dict[int, WidebeamError]:
         """Requests that the model wrote too many bad numbers for; each fails alone, and its rows are not looked at."""
         found = judge(counts, sizes)
         if found.bad_logits:
@@ -135,12 +152,12 @@ class StepLoop:
             for request, t in found.broken.items()
         }
 
-    def _timed(self, laps: Laps) -> float:
-        """Note down how long the context and each step took; seconds of the context."""
+    def _timed(self, laps: Laps) -> tuple[float, float]:
+        """Note down how long the context and each step took; seconds of the context, and of all."""
         context, *steps = laps.seconds()
         for label, seconds in (("context", context), *((str(t), one) for t, one in enumerate(steps, 1))):
             self._metrics.step_seconds.labels(label).observe(seconds)
-        return context
+        return context, context + sum(steps)
 
     def _end(self, job: Job, result: Ranked | WidebeamError, began: float, encoded: float, rows: int) -> Served:
         """encoded: seconds of the context stage."""

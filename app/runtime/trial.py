@@ -61,7 +61,7 @@ class Trial:
             own.fields,
         )  # fmt: skip
         steps, state = watch(job, self._lane)
-        [ranked] = rank_items([job], state, self._snapshot.vocab, len(steps))
+        [ranked] = rank_items([job], state.finalists(), self._snapshot.vocab, len(steps))
         found = len(ranked.items)
         status = "no_candidates" if not found else "underfilled" if found < request.k else "ok"
         apart, unchecked = [], []

@@ -22,7 +22,6 @@ from app.engine.registry import family
 from app.engine.slots import Slots
 from app.engine.weights import load
 from app.errors import Rejected, WidebeamError
-from app.runtime import steps
 from app.runtime.job import Batch
 from app.runtime.loader import load_root
 from app.runtime.logs import make_log
@@ -135,32 +134,39 @@ def test_answers_with_graphs_are_those_without_and_nothing_is_captured_on_the_wa
     assert counted(metrics, "widebeam_step_seconds_count", step="1") == len(jobs) + 1
 
 
-def test_no_step_waits_for_the_device(world, monkeypatch):
+def test_no_step_waits_for_the_device(world):
     _, deployment, snapshot = world
-    loop, right, waited = StepLoop(time.monotonic, Metrics()), steps.judge, []
+    loop = StepLoop(time.monotonic, Metrics())
     loop.prepare(snapshot)
     jobs = asked(deployment, snapshot)
     expected = answers(loop, snapshot, jobs)
-
-    def judge(*counts):
-        torch.cuda.set_sync_debug_mode("default")
-        waited.append(1)
-        return right(*counts)
-
-    monkeypatch.setattr(steps, "judge", judge)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that it does not see every wait yet
             torch.cuda.set_sync_debug_mode("error")
-        served = loop.serve(Batch(tuple(jobs)))
+        flight = loop.launch(Batch(tuple(jobs)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert waited
+    assert flight.served == []
+    served = loop.finish(flight)
+    assert len(served) == len(jobs)
     for end in served:
         assert not isinstance(end.result, WidebeamError), end.result.__cause__
         assert [snapshot.vocab.id(item) for item in end.result.items] == [
             item for item, _ in expected[end.job.request.request_id]
         ]
+
+
+def test_batches_launched_behind_each_other_answer_as_alone(world):
+    _, deployment, snapshot = world
+    loop, jobs = StepLoop(time.monotonic, Metrics()), asked(deployment, snapshot)
+    loop.prepare(snapshot)
+    batches = [Batch(tuple(jobs[:n])) for n in range(1, len(jobs))]
+    alone = [[end.result.items.tolist() for end in loop.serve(batch)] for batch in batches]
+    flights = [loop.launch(batch) for batch in batches]
+    with ThreadPoolExecutor(1) as another:
+        together = [another.submit(loop.finish, flight).result() for flight in flights]
+    assert [[end.result.items.tolist() for end in served] for served in together] == alone
 
 
 def test_fifty_cutovers_beside_running_batches_leave_the_memory_as_it_is(world):

@@ -399,12 +399,10 @@ def test_an_answer_does_not_depend_on_where_its_rows_lie(monkeypatch):
     right = steps.rank_items
 
     def ranked(place):
-        def tied(jobs, state, *how):
-            state.score = state.score.masked_fill(state.score > -torch.inf, 0)  # the search's order decides
-            rows = torch.cat([place(b - a) + a for a, b in pairwise(state.row_start)])
-            for name in ("order", "node", "score", "sids"):
-                setattr(state, name, getattr(state, name)[rows])
-            return right(jobs, state, *how)
+        def tied(jobs, found, *how):
+            found = found._replace(score=found.score.masked_fill(found.score > -torch.inf, 0))  # search order decides
+            rows = torch.cat([place(b - a) + a for a, b in pairwise(found.row_start)])
+            return right(jobs, found._replace(**{name: getattr(found, name)[rows] for name in found._fields[1:]}), *how)
 
         monkeypatch.setattr(steps, "rank_items", tied)
         return support.run_batch(jobs)
