@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from torch import nn
 
-from app.config import Deployment, Limits, SidConfig
+from app.config import Deployment, Limits, Precision, SidConfig
 from app.core import History, HistoryIds, Request
 from app.engine.engine import Engine
 from app.engine.families.base import ModelFiles
 from app.engine.families.onerec import OneRec
 from app.engine.families.onerec_config import HistoryConfig, OneRecConfig
-from app.engine.slots import Layout, Slots
+from app.engine.fp8 import carrier, install
+from app.engine.slots import Slots
+from app.engine.weights import layout, resolve_precision
+from app.ops.fp8 import quantise_rows
 from app.policies.assign import Traffic
 from app.policies.compile import compile_policy
 from app.policies.experiments import Loaded
@@ -93,22 +95,25 @@ class OnePolicy:
         return [self._plan]
 
 
-def engine_of(shape: Shape, limits: Limits, device: torch.device, dtype: torch.dtype) -> Engine:
+def engine_of(shape: Shape, limits: Limits, device: torch.device, precision: Precision) -> Engine:
     """Random weights; logits of about 2 standard deviations."""
-    sid = SidConfig(sizes=(shape.codes,) * shape.steps)
-    config = msgspec.to_builtins(shape.config)
+    sid, wanted = SidConfig(sizes=(shape.codes,) * shape.steps), resolve_precision(precision, device)
+    config, dtype = msgspec.to_builtins(shape.config), carrier(wanted)
     family = OneRec.build(ModelFiles(config, Path(), {}), sid, limits, dtype)
-    named = dict(family.named_parameters())
-    layout = Layout(tuple((name, tuple(one.shape)) for name, one in named.items()), dtype, device)
-    slot = Slots().take(layout)
+    slot = Slots().take(layout(family, wanted, device))
     torch.manual_seed(1)
-    for name, memory in slot.tensors.items():
-        owner, _, leaf = name.rpartition(".")
-        if memory.dim() == 1:
-            memory.fill_(1)
+    for name, parameter in dict(family.named_parameters()).items():
+        memory, scale = slot.tensors[name], slot.tensors.get(f"{name}.scale")
+        values = torch.ones(parameter.shape, dtype=dtype, device=device)
+        if parameter.dim() > 1:
+            values.normal_().mul_(_deviation(name, parameter.shape[1], shape))
+        if scale is None:
+            memory.copy_(values)
         else:
-            memory.normal_().mul_(_deviation(name, memory.shape[1], shape))
-        setattr(family.get_submodule(owner), leaf, nn.Parameter(memory, requires_grad=False))
+            for into, made in zip((memory, scale), quantise_rows(values), strict=True):
+                into.copy_(made)
+        owner, _, leaf = name.rpartition(".")
+        install(family.get_submodule(owner), leaf, memory, scale)
     return Engine(family.to(device).eval(), device=device, dtype=dtype, slot=slot)
 
 
@@ -122,16 +127,16 @@ def _deviation(name: str, inputs: int, shape: Shape) -> float:
 
 
 def snapshot_of(
-    shape: Shape, batch: int, device: torch.device, policy: str, dtype: torch.dtype = torch.bfloat16
+    shape: Shape, batch: int, device: torch.device, policy: str, precision: Precision = "bfloat16"
 ) -> Snapshot:
     """A snapshot with a random catalogue and one policy."""
     sizes = (shape.codes,) * shape.steps
     limits = Limits(
         widths=(shape.width,) * shape.steps, rows=batch * shape.width, batch=batch, context=shape.context, k=shape.width
     )
-    deployment = Deployment(family="onerec", sid=SidConfig(sizes=sizes), precision="bfloat16", limits=limits)
-    engine = engine_of(shape, limits, device, dtype)
-    contract = make_contract(engine, {}, deployment, "bfloat16")
+    deployment = Deployment(family="onerec", sid=SidConfig(sizes=sizes), precision=precision, limits=limits)
+    engine = engine_of(shape, limits, device, precision)
+    contract = make_contract(engine, {}, deployment, precision)
     plan, findings = compile_policy("base", {"base": Source("base.yaml", policy.encode())}, contract)
     assert plan is not None, findings
     generator = np.random.default_rng(1)

@@ -1,12 +1,12 @@
 """Whole batches on a GPU, from contexts to encoded answers: throughput, tail, model FLOP utilisation, where time goes.
 
-    python -m bench.e2e [--mode step homogeneous general eager] [--batch 1 2 4 8 16 32] [--seconds 30] [--k 50]
-                        [--out bench/results/e2e.json]
+    python -m bench.e2e [--mode step homogeneous general eager] [--precision bfloat16 fp8] [--batch 1 2 4 8 16 32]
+                        [--seconds 30] [--k 50] [--out bench/results/e2e.json]
 
 Synthetic weights in OneRec-V2's 0.2B shape, random contexts of 512 positions, 4 steps of 8192 codes, 512 beams, a
-random catalogue of a million items that masks every step. Full batches back to back through the server's own step loop:
-context stage, uploads, decode, selection, item look-up; answers are encoded by another thread, as in the server.
-Admission and sockets are not in it.
+random catalogue of a million items that masks every step. Full batches back to back through the server's own engine
+thread, which launches a batch while the one before it is computed: context stage, uploads, decode, selection, item
+look-up; answers are encoded on the event loop, as in the server. Admission and sockets are not in it.
 
 step         step plans as CUDA graphs, our kernels: what is served
 homogeneous  RecoGEM's one plan for all steps, as graphs: batch x width rows from the first step on, prefixes of 4
@@ -14,23 +14,27 @@ homogeneous  RecoGEM's one plan for all steps, as graphs: batch x width rows fro
 general      the same one plan by torch's attention and topk
 eager        the operators of `step`, launched one by one
 
-Each mode and batch size can be run alone; results are merged into the file. MFU counts model FLOP only (`_synthetic`
-says which), over the time of a batch.
+Each mode, precision and batch size can be run alone; results are merged into the file. The time of a batch goes from
+the end of the one before it, or where there is none from its being handed in, to its encoded answers; QPS and MFU are
+over their mean. `latency` goes from its being handed in, behind the batch that is computed then. MFU counts model FLOP
+only (`_synthetic` says which); fp8's, too, over the ceiling of 16 bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
 import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -41,6 +45,7 @@ from app.runtime.job import Batch, Job, Served
 from app.runtime.metrics import Metrics
 from app.runtime.snapshot import Snapshot
 from app.runtime.steps import StepLoop, cuda_graphs
+from app.runtime.thread import EngineThread
 from bench._modes import MODES, OnePlan
 from bench._report import commit
 from bench._synthetic import FORMULA, Shape, jobs_of, snapshot_of
@@ -50,6 +55,8 @@ CEILINGS = {"measured": 768e12, "datasheet": 989e12}
 POLICY = "widebeam: 1\nsteps:\n  all:\n    mask: trie\n    normalize: step\n"
 ORDER = ("step", "homogeneous", "general", "eager")
 SETS = 4
+LEAST = 12
+"""Batches of a run, however short."""
 KINDS = {
     "copies": ("memcpy", "memset"),
     "attention": ("flash", "fmha", "slots_", "walk_", "compact_"),
@@ -70,23 +77,49 @@ def encode(snapshot: Snapshot, served: Sequence[Served]) -> int:
     return total
 
 
-def back_to_back(
-    loop: Serves, snapshot: Snapshot, sets: Sequence[tuple[Job, ...]], seconds: float
-) -> tuple[list[float], float]:
-    """Seconds from the start of each batch to its answers, batch after batch; and seconds of a batch in all, the wait
-    for a thread that encodes more slowly with them."""
-    taken: list[float] = []
-    with ThreadPoolExecutor(1) as encoder:
-        last: Future[int] | None = None
-        began = time.perf_counter()
-        while time.perf_counter() - began < seconds or len(taken) < 8:
-            start = time.perf_counter()
-            served = loop.serve(Batch(sets[len(taken) % len(sets)]))
-            taken.append(time.perf_counter() - start)
-            if last is not None:
-                last.result()  # no queue of answers builds up
-            last = encoder.submit(encode, snapshot, served)
-        return taken, (time.perf_counter() - began) / len(taken)
+class Spent(NamedTuple):
+    """Seconds, a number for each batch after the first ones. batch: from the end of the one before it · latency: from
+    its being handed in."""
+
+    batch: list[float]
+    latency: list[float]
+
+
+def back_to_back(steps: StepLoop, snapshot: Snapshot, sets: Sequence[tuple[Job, ...]], seconds: float) -> Spent:
+    """Full batches through an engine thread, as many of them in flight as it takes."""
+    thread = EngineThread(steps)
+    try:
+        return asyncio.run(_back_to_back(thread, snapshot, sets, seconds))
+    finally:
+        thread.close()
+
+
+async def _back_to_back(
+    thread: EngineThread, snapshot: Snapshot, sets: Sequence[tuple[Job, ...]], seconds: float
+) -> Spent:
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    handed, ends, latency = deque[float](), list[float](), list[float]()
+    began, count = time.perf_counter(), 0
+
+    def hand_in() -> None:
+        nonlocal count
+        handed.append(time.perf_counter())
+        thread.run(Batch(sets[count % len(sets)]), loop, done)
+        count += 1
+
+    def done(_: Batch, served: Sequence[Served]) -> None:
+        if time.perf_counter() - began < seconds or len(ends) < LEAST:
+            hand_in()  # the engine first, the answers after it
+        encode(snapshot, served)
+        ends.append(time.perf_counter())
+        latency.append(ends[-1] - handed.popleft())
+        if not handed:
+            over.set()
+
+    for _ in range(2 if thread.ahead(Batch(sets[0])) else 1):
+        hand_in()
+    await over.wait()
+    return Spent([after - before for before, after in pairwise(ends)][1:], latency[2:])
 
 
 def profiled(run: Callable[[], object], batches: int = 3) -> Row:
@@ -113,17 +146,10 @@ def _kind(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "rest")
 
 
-class Serves(Protocol):
-    """A step loop."""
-
-    def serve(self, batch: Batch) -> list[Served]:
-        """Answer a batch."""
-
-
 class Prepared(NamedTuple):
     """A mode's step loop, what its graphs cost, and its figures."""
 
-    loop: Serves
+    loop: StepLoop
     taken: Taken
     metrics: Metrics
 
@@ -149,15 +175,16 @@ def measure(mode: str, of: Prepared, batch: int, shape: Shape, snapshot: Snapsho
     before = _steps(metrics)
     gc.collect()
     gc.freeze()  # as a server does once it has loaded
-    spent, whole = back_to_back(loop, snapshot, sets, seconds)
+    spent = back_to_back(loop, snapshot, sets, seconds)
     steps = {label: 1e3 * (total - before[label][0]) / (count - before[label][1])
              for label, (total, count) in _steps(metrics).items()}  # fmt: skip
-    median, flop = statistics.median(spent), shape.decode_flop(batch) + shape.context_flop(batch)
-    mean = statistics.mean(spent)
+    mean, flop = statistics.mean(spent.batch), shape.decode_flop(batch) + shape.context_flop(batch)
     decode_s = sum(ms for label, ms in steps.items() if label != "context") / 1e3 or math.nan
     return {
-        "mode": mode, "batch": batch, "k": k, "batches": len(spent), "mean_ms": 1e3 * mean, "median_ms": 1e3 * median,
-        "p99_ms": 1e3 * sorted(spent)[min(len(spent) - 1, int(0.99 * len(spent)))], "qps": batch / whole,
+        "mode": mode, "precision": snapshot.contract.precision, "batch": batch, "k": k,
+        "seconds": sum(spent.batch), "batches": len(spent.batch), "mean_ms": 1e3 * mean,
+        "median_ms": 1e3 * statistics.median(spent.batch), "p99_ms": _p99(spent.batch), "qps": batch / mean,
+        "latency_ms": {"mean": 1e3 * statistics.mean(spent.latency), "p99": _p99(spent.latency)},
         "mfu": {name: flop / mean / most for name, most in CEILINGS.items()},
         "mfu_decode": {name: shape.decode_flop(batch) / decode_s / most for name, most in CEILINGS.items()},
         "steps_ms": steps, "phases": phases, "graphs": taken._asdict(), "flop": flop, "alike": alike,
@@ -165,12 +192,17 @@ def measure(mode: str, of: Prepared, batch: int, shape: Shape, snapshot: Snapsho
     }  # fmt: skip
 
 
+def _p99(seconds: Sequence[float]) -> float:
+    """In milliseconds."""
+    return 1e3 * sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+
+
 def plain() -> StepLoop:
     """The step loop without graphs."""
     return StepLoop(time.monotonic, Metrics(), recorder=lambda _: None)
 
 
-def _alike(loop: Serves, other: Serves, jobs: tuple[Job, ...]) -> float:
+def _alike(loop: StepLoop, other: StepLoop, jobs: tuple[Job, ...]) -> float:
     """Which share of the items of two loops' answers is the same."""
     found = [{id(end.job): end.result for end in one.serve(Batch(jobs))} for one in (loop, other)]
     shared = total = 0
@@ -199,63 +231,92 @@ def markdown(document: Row) -> str:
     lines = [
         "# Whole batches on a GPU", "",
         f"{document['device']}, torch {document['torch']}, CUDA {document['cuda']}, commit {document['commit']}; "
-        f"{document['parameters'] / 1e6:.0f} M parameters, bf16. [README](../README.md) says of what.", "",
-        f"Model FLOP: {FORMULA}. MFU over 768 TFLOP/s (989 in brackets).", "",
-        "| mode | batch | mean ms | p99 ms | QPS | MFU | MFU of the decode steps | GPU busy ms | graphs |",
-        "| --- " + "| ---: " * 8 + "|",
+        f"{document['parameters'] / 1e6:.0f} M parameters. [README](../README.md) says of what.", "",
+        f"Model FLOP: {FORMULA}. MFU over 768 TFLOP/s (989 in brackets), whatever the precision.", "",
+        "| mode | precision | batch | mean ms | p99 ms | latency, mean | p99 | QPS | MFU | MFU of the decode steps "
+        "| GPU busy ms | seconds |",
+        "| --- | --- " + "| ---: " * 10 + "|",
     ]  # fmt: skip
     rows = document["runs"]
     for one in rows:
         mfu, decode = ("{measured:.1%} ({datasheet:.1%})".format(**one[name]) for name in ("mfu", "mfu_decode"))
-        decode = decode if one["steps_ms"] else "-"
+        latency = one["latency_ms"]
         lines.append(
-            f"| {one['mode']} | {one['batch']} | {one['mean_ms']:.2f} | {one['p99_ms']:.2f} | {one['qps']:.0f} | {mfu} "
-            f"| {decode} | {one['phases']['busy_ms']:.2f} | {one['graphs']['graphs'] or '-'} |"
+            f"| {one['mode']} | {one['precision']} | {one['batch']} | {one['mean_ms']:.2f} | {one['p99_ms']:.2f} "
+            f"| {latency['mean']:.2f} | {latency['p99']:.2f} | {one['qps']:.0f} | {mfu} | {decode} "
+            f"| {one['phases']['busy_ms']:.2f} | {one['seconds']:.0f} |"
         )
     labels = sorted({label for one in rows for label in one["steps_ms"]}, key=lambda x: (x != "context", x))
     kinds = list(rows[0]["phases"]["kinds_ms"])
     head = " | ".join([*(f"step {x}" if x != "context" else x for x in labels), *kinds])
     lines += [
         "", "## Where the time goes", "",
-        "Milliseconds a batch: between the marks of the step loop, and of kernels by kind (torch.profiler).", "",
-        f"| mode | batch | {head} |", "| --- " + "| ---: " * (1 + len(labels) + len(kinds)) + "|",
+        "Milliseconds a batch: between the marks of the step loop in the GPU's queue, and of kernels by kind "
+        "(torch.profiler).", "",
+        f"| mode | precision | batch | {head} |", "| --- | --- " + "| ---: " * (1 + len(labels) + len(kinds)) + "|",
     ]  # fmt: skip
     for one in rows:
         cells = [one["steps_ms"].get(x) for x in labels] + [one["phases"]["kinds_ms"][x] for x in kinds]
         shown = " | ".join("-" if x is None else f"{x:.3f}" for x in cells)
-        lines.append(f"| {one['mode']} | {one['batch']} | {shown} |")
-    return "\n".join(lines) + "\n"
+        lines.append(f"| {one['mode']} | {one['precision']} | {one['batch']} | {shown} |")
+    return "\n".join([*lines, *_ratios(rows)]) + "\n"
+
+
+def _ratios(rows: Sequence[Row]) -> list[str]:
+    """How many times the other modes' batches take as long as those of `step`."""
+    mean = {(one["mode"], one["precision"], one["batch"]): one["mean_ms"] for one in rows}
+    keys = [key for key in mean if key[0] != "step" and ("step", *key[1:]) in mean]
+    if not keys:
+        return []
+    lines = [f"| {key[0]} | {key[1]} | {key[2]} | {mean[key] / mean['step', *key[1:]]:.2f} |" for key in keys]
+    return ["", "## Against `step`", "", "Mean time of a batch over that of `step`.", "",
+            "| mode | precision | batch | times |", "| --- | --- | ---: | ---: |", *lines]  # fmt: skip
+
+
+def _key(run: Row) -> tuple[int, str, int]:
+    return ORDER.index(run["mode"]), run["precision"], run["batch"]
 
 
 def merged(known: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Runs by mode and batch, the newer ones."""
-    by_key = {(one["mode"], one["batch"]): one for one in (*known, *new)}
-    return [by_key[key] for key in sorted(by_key, key=lambda key: (ORDER.index(key[0]), key[1]))]
+    """Runs by mode, precision and batch, the newer ones."""
+    by_key = {_key(one): one for one in (*known, *new)}
+    return [by_key[key] for key in sorted(by_key)]
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", nargs="+", choices=ORDER, default=list(ORDER))
+    parser.add_argument("--precision", nargs="+", choices=["bfloat16", "float16", "fp8"], default=["bfloat16"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a mode, precision and batch size")
     parser.add_argument("--k", type=int, default=50, help="items of an answer")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    shape, device = Shape(), torch.device("cuda", torch.cuda.current_device())
-    runs: list[Row] = []
-    snapshot = snapshot_of(shape, max(args.batch), device, POLICY)
-    parameters = sum(memory.numel() for memory in snapshot.engine.slot.tensors.values()) if snapshot.engine.slot else 0
-    for mode in args.mode:
-        of = None
-        for batch in sorted(args.batch, reverse=True):
-            if of is None or mode in MODES:
-                of = None  # a plan's memory goes before the next one takes its own
-                of = prepared(mode, snapshot, batch)
-            runs.append(measure(mode, of, batch, shape, snapshot, args.seconds, args.k))
-            print(json.dumps(runs[-1]), flush=True)
-            if args.out:
-                write(args.out, runs, parameters)
+    device, runs = torch.device("cuda", torch.cuda.current_device()), list[Row]()
+    for precision in args.precision:
+        snapshot = snapshot_of(Shape(), max(args.batch), device, POLICY, precision)
+        for mode in args.mode:
+            for run in measured(mode, snapshot, args.batch, args.seconds, args.k):
+                runs.append(run)
+                print(json.dumps(run), flush=True)
+                if args.out:
+                    write(args.out, runs, _parameters(snapshot))
+
+
+def measured(mode: str, snapshot: Snapshot, batches: Sequence[int], seconds: float, k: int) -> Iterator[Row]:
+    """A mode's runs, the largest batch first."""
+    of = None
+    for batch in sorted(batches, reverse=True):
+        if of is None or mode in MODES:
+            of = None  # a plan's memory goes before the next one takes its own
+            of = prepared(mode, snapshot, batch)
+        yield measure(mode, of, batch, Shape(), snapshot, seconds, k)
+
+
+def _parameters(snapshot: Snapshot) -> int:
+    tensors = snapshot.engine.slot.tensors if snapshot.engine.slot else {}
+    return sum(memory.numel() for name, memory in tensors.items() if not name.endswith(".scale"))
 
 
 def write(out: Path, runs: Sequence[Row], parameters: int) -> None:

@@ -18,7 +18,7 @@ KINDS = dict.fromkeys([*e2e.KINDS, "rest"], 0.5)
 
 @pytest.fixture(scope="module")
 def snapshot():
-    return snapshot_of(SMALL, 3, torch.device("cpu"), e2e.POLICY, torch.float32)
+    return snapshot_of(SMALL, 3, torch.device("cpu"), e2e.POLICY, "float32")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -42,7 +42,7 @@ def test_a_mode_is_measured_and_shown(mode, snapshot, monkeypatch):
     assert set(run["steps_ms"]) == {"context", "1", "2", "3", "4"}
     about = dict.fromkeys(("device", "torch", "cuda", "commit"), "x")
     shown = e2e.markdown({**about, "parameters": 1, "runs": e2e.merged([], [run])})
-    assert f"| {mode} | 2 | " in shown
+    assert f"| {mode} | float32 | 2 | " in shown
 
 
 def test_flop_are_those_of_the_products_and_attentions():
@@ -53,10 +53,19 @@ def test_flop_are_those_of_the_products_and_attentions():
 
 
 def test_runs_are_merged_by_mode_and_batch_size():
-    old = [{"mode": "eager", "batch": 1, "qps": 1}, {"mode": "step", "batch": 8, "qps": 1}]
-    new = [{"mode": "step", "batch": 8, "qps": 2}, {"mode": "step", "batch": 1, "qps": 2}]
+    def run(mode, batch, qps, precision="bfloat16"):
+        return {"mode": mode, "batch": batch, "precision": precision, "qps": qps}
+
+    old = [run("eager", 1, 1), run("step", 8, 1), run("step", 8, 3, "fp8")]
+    new = [run("step", 8, 2), run("step", 1, 2)]
     found = [(one["mode"], one["batch"], one["qps"]) for one in e2e.merged(old, new)]
-    assert found == [("step", 1, 2), ("step", 8, 2), ("eager", 1, 1)]
+    assert found == [("step", 1, 2), ("step", 8, 2), ("step", 8, 3), ("eager", 1, 1)]
+
+
+def test_other_modes_are_compared_with_step():
+    runs = [{"mode": m, "precision": "fp8", "batch": b, "mean_ms": ms}
+            for m, b, ms in [("step", 1, 2.0), ("general", 1, 7.0), ("general", 8, 9.0)]]  # fmt: skip
+    assert [line for line in e2e._ratios(runs) if line.startswith("| general")] == ["| general | fp8 | 1 | 3.50 |"]
 
 
 @pytest.mark.parametrize(("name", "kind"), [
