@@ -8,7 +8,7 @@ Families need not know: what stands in the place of a weight tells torch how it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from torch.nn import functional
 from app.engine.families.base import Family
 from app.errors import Rejected
 from app.ops import fp8
-from app.ops.fp8 import FP8
+from app.ops.fp8 import FP8, EightBits
+from app.ops.gated import gated
 
 UNIT: Final = 16
 """Both sizes of a weight in 8 bits are multiples of this: the tensor cores' tile."""
@@ -71,8 +72,10 @@ class Quantised(nn.Module):
         """For `addmm_`."""
         return _Transposed(self)
 
-    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor | QuantisedRows, bias: Tensor | None = None) -> Tensor:
         """x [.., K] -> [.., M]."""
+        if isinstance(x, QuantisedRows):
+            return fp8.linear(x.rows, self.data, self.scale, bias)
         out = fp8.linear(x.reshape(-1, x.shape[-1]), self.data, self.scale, bias)
         return out.view(*x.shape[:-1], out.shape[1])
 
@@ -86,8 +89,43 @@ class Quantised(nn.Module):
         return _linear(*args, **(kwargs or {})) if func is functional.linear else NotImplemented
 
 
-def _linear(input: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:  # noqa: A002  torch's own names
+def _linear(input: Tensor | QuantisedRows, weight: Quantised, bias: Tensor | None = None) -> Tensor:  # noqa: A002  torch's own names
     return weight.product(input, bias)
+
+
+class QuantisedRows:
+    """In the place of a tensor [n, K] that is multiplied by weights in 8 bits and used for nothing else: made once for
+    all of them, in the pass that computes it. Anything but such a product is a TypeError."""
+
+    def __init__(self, rows: EightBits) -> None:
+        self.rows = rows
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """torch asks here where we come first."""
+        for kind in (Quantised, _Transposed):
+            if kind in types:
+                return kind.__torch_function__(func, types, args, kwargs)
+        return NotImplemented
+
+
+def gated_for(gate: Tensor, up: Tensor, weight: Tensor | Quantised) -> Tensor:
+    """`ops.gated`, to be multiplied by `weight` and used for nothing else."""
+    if isinstance(weight, Quantised):
+        return cast(Tensor, QuantisedRows(fp8.quantise_gated(gate, up)))
+    return gated(gate, up)
+
+
+def normed_for(x: Tensor, norm: nn.RMSNorm, *weights: Tensor | Quantised) -> Tensor:
+    """`norm(x)`, to be multiplied by `weights` and used for nothing else."""
+    if all(isinstance(weight, Quantised) for weight in weights):
+        assert norm.eps is not None
+        return cast(Tensor, QuantisedRows(fp8.quantise_normed(x, norm.weight, norm.eps)))
+    out: Tensor = norm(x)
+    return out
 
 
 class _Transposed:

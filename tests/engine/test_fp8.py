@@ -13,13 +13,14 @@ from torch.nn import functional
 from app.config import Limits, SidConfig
 from app.engine.facts import weight_facts
 from app.engine.families.base import ModelFiles
-from app.engine.fp8 import Quantised, carrier, install, quantised
+from app.engine.fp8 import Quantised, carrier, gated_for, install, normed_for, quantised
 from app.engine.registry import family
 from app.engine.slots import Slots
 from app.engine.weights import layout, load, read_entries, resolve_precision
 from app.errors import Rejected
 from app.ops import fp8
 from app.ops.fp8 import FP8
+from app.ops.gated import gated
 from tests import support
 from tests.engine import hybrid, tiny
 
@@ -156,6 +157,28 @@ def test_what_stands_for_a_weight_multiplies_and_does_nothing_else():
     for wrong in (lambda: torch.mm(x, held.t()), lambda: torch.cat([held, held]), lambda: x @ held):
         with pytest.raises(TypeError):
             wrong()
+
+
+def test_rows_made_for_weights_in_8_bits_are_made_once_and_take_the_place_of_a_tensor_in_their_products_only():
+    torch.manual_seed(0)
+    both, norm = torch.randn(5, 96).bfloat16(), nn.RMSNorm(48, 1e-6).bfloat16()
+    gate, up = both.chunk(2, 1)
+    layer = nn.Linear(48, 32, bias=False).bfloat16()
+    assert torch.equal(gated_for(gate, up, layer.weight), gated(gate, up))
+    assert torch.equal(normed_for(gate, norm, layer.weight), norm(gate))
+    plain = layer.weight
+    install(layer, "weight", *fp8.quantise_rows(layer.weight))
+    for rows, alone in (
+        (gated_for(gate, up, layer.weight), gated(gate, up)),
+        (normed_for(gate, norm, layer.weight, layer.weight), norm(gate)),
+    ):
+        expected = layer(alone)
+        assert torch.equal(layer(rows), expected)
+        assert torch.equal(torch.ones(5, 32).bfloat16().addmm_(rows, layer.weight.t()), 1 + expected)
+        for wrong in (lambda rows=rows: rows + 1, lambda rows=rows: functional.linear(rows, plain)):
+            with pytest.raises(TypeError):
+                wrong()
+    assert torch.equal(normed_for(gate, norm, layer.weight, plain), norm(gate)), "one of them is not in 8 bits"
 
 
 def test_precisions():

@@ -7,6 +7,7 @@ import torch
 
 from app.ops import fp8
 from app.ops.fp8 import reference
+from app.ops.gated import gated
 from tests.gpu.alike import POLICIES, USERS, K, root_of
 from tests.served.process import serving
 
@@ -39,6 +40,27 @@ def test_rows_that_lie_apart_and_bad_numbers_are_quantised_as_defined():
     assert torch.isfinite(out).all(1).tolist() == [row not in {2, 4} for row in range(9)]
 
 
+@pytest.mark.parametrize("shape", [(1, 8), (33, 192), (300, 896), (257, 3584), (3, 1408), (2, 32768)])
+def test_a_gate_in_8_bits_is_the_gate_quantised_bit_by_bit(shape):
+    both = 4 * torch.randn(shape[0], 2 * shape[1], device=DEVICE).bfloat16()
+    both[-1] = 0
+    expected = fp8.quantise_rows(gated(*both.chunk(2, 1)))
+    found = fp8.quantise_gated(*both.chunk(2, 1))
+    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (33, 192), (300, 896), (257, 3584), (3, 1408)])
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 1e3])
+def test_a_norm_in_8_bits_is_the_norm_quantised_up_to_a_neighbour(shape, spread):
+    x, weight = (torch.randn(shape, device=DEVICE) * spread).bfloat16(), torch.rand(shape[1], device=DEVICE).bfloat16()
+    exact = torch.nn.functional.rms_norm(x.double(), shape[1:], weight.double(), 1e-6)
+    found = fp8.quantise_normed(x, weight, 1e-6)
+    apart = (found.q.double() * found.scale.double().unsqueeze(1) - exact).abs()
+    # half a step of 8 bits and of bfloat16, and half the smallest step of the row
+    assert bool((apart <= (2.0**-4 + 2.0**-8) * exact.abs() + 2.0**-10 * found.scale.double().unsqueeze(1)).all())
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 16, 16), (17, 192, 192), (512, 896, 3584), (4096, 3584, 896)])
 def test_a_product_is_the_emulations_up_to_its_sums(sizes, bias):
@@ -47,7 +69,7 @@ def test_a_product_is_the_emulations_up_to_its_sums(sizes, bias):
     x, w = torch.randn(n, k, generator=made).bfloat16(), torch.randn(m, k, generator=made)
     b = torch.randn(m, generator=made).bfloat16() if bias else None
     weight, scale = reference.quantise_rows(w)
-    expected = reference.linear(x, weight, scale, b).float()
+    expected = reference.linear(*reference.quantise_rows(x), weight, scale, b, torch.bfloat16).float()
     found = fp8.linear(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), None if b is None else b.to(DEVICE))
     assert found.dtype == torch.bfloat16
     apart = (found.cpu().float() - expected).abs()

@@ -142,7 +142,10 @@ def test_replays_ask_for_nothing_else(asked, monkeypatch, arch, k):
 
 
 def test_rows_in_8_bits_ask_for_nothing_else(asked):
-    fp8.quantise_rows(torch.ones(2, 16, dtype=torch.bfloat16))
+    x = torch.ones(2, 16, dtype=torch.bfloat16)
+    fp8.quantise_rows(x)
+    fp8.quantise_gated(x, x)
+    fp8.quantise_normed(x, x[0], 1e-6)
     assert missing(asked, torch.bfloat16, eight=True) == set()
 
 

@@ -31,9 +31,9 @@ from app.engine.families import onerec_config
 from app.engine.families.base import Family, ModelFiles
 from app.engine.families.onerec_config import FeatureConfig, HistoryConfig, OneRecConfig
 from app.engine.families.onerec_inputs import HISTORY_LONG, HISTORY_SHORT, OneRecInputs
+from app.engine.fp8 import gated_for, normed_for
 from app.errors import Rejected
 from app.ops.attention import context_attention, prefix_attention
-from app.ops.gated import gated
 
 
 class Layout(NamedTuple):
@@ -64,9 +64,10 @@ class Feed(nn.Module):
         self.up = linear(config.d_model, config.ffn)
         self.down = linear(config.ffn, config.d_model)
 
-    def onto(self, x: Tensor, normed: Tensor) -> Tensor:
-        """x [N, d_model] with the output for `normed` [N, d_model] added, in its memory."""
-        return x.addmm_(gated(self.gate(normed), self.up(normed)), self.down.weight.t())
+    def onto(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+        """x [N, d_model] with the output for norm(x) added, in its memory."""
+        down, normed = self.down.weight, normed_for(x, norm, self.gate.weight, self.up.weight)
+        return x.addmm_(gated_for(self.gate(normed), self.up(normed), down), down.t())
 
 
 class Projections(nn.Module):
@@ -84,7 +85,7 @@ class Projections(nn.Module):
     def heads(self, projection: nn.Linear, x: Tensor) -> Tensor:
         """[N, d_model] -> [N, heads or groups, head_dim]."""
         out: Tensor = projection(x)
-        return out.view(x.shape[0], -1, self.head_dim)
+        return out.view(out.shape[0], -1, self.head_dim)
 
     def onto(self, x: Tensor, seen: Tensor) -> Tensor:
         """x [N, d_model] with the output for `seen` [N, heads, head_dim] added, in its memory."""
@@ -147,7 +148,8 @@ class ContextBlock(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout, positions: int) -> Tensor:
         """x [T, d_model] -> the same, in its memory."""
-        part, normed = self.attention, self.attention_norm(x)
+        part = self.attention
+        normed = normed_for(x, self.attention_norm, part.q.weight, part.k.weight, part.v.weight)
         shape = (layout.length.shape[0], positions, part.k.out_features // part.head_dim, part.head_dim)
         k, v = x.new_zeros(shape), x.new_zeros(shape)
         k[layout.request, layout.slot] = part.heads(part.k, normed)
@@ -155,7 +157,7 @@ class ContextBlock(nn.Module):
         q = part.heads(part.q, normed)
         seen, _ = context_attention(q, k, v, layout.length, layout.start, widest=positions, scale=self.scale)
         x = part.onto(x, seen)
-        return self.ffn.onto(x, self.ffn_norm(x))
+        return self.ffn.onto(x, self.ffn_norm)
 
 
 class Processor(nn.Module):
@@ -251,19 +253,20 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, t: int, rows: Rows, cross: Cross, slots: Slots) -> Tensor:
         """x [N, d_model] of step t -> the same, in its memory; writes slots (t, 0..N-1) where step t has any."""
-        q = self.cross.heads(self.cross.q, self.cross_norm(x))
+        q = self.cross.heads(self.cross.q, normed_for(x, self.cross_norm, self.cross.q.weight))
         seen, _ = context_attention(
             q, cross.key, cross.value, cross.length, rows.row_start, widest=cross.widest, scale=self.scale
         )
         x = self.cross.onto(x, seen)
-        normed, own = self.self_norm(x), self.self
+        own = self.self
+        normed = normed_for(x, self.self_norm, own.q.weight, own.k.weight, own.v.weight)
         q, k, v = (own.heads(projection, normed) for projection in (own.q, own.k, own.v))
         if t <= slots.key.shape[0]:
             slots.key[t - 1, : x.shape[0]] = k
             slots.value[t - 1, : x.shape[0]] = v
         seen = prefix_attention(q, k, v, *slots, ancestry=rows.ancestry, scale=self.scale, compact=rows.compact)
         x = own.onto(x, seen)
-        return self.ffn.onto(x, self.ffn_norm(x))
+        return self.ffn.onto(x, self.ffn_norm)
 
 
 class OneRec(Family):

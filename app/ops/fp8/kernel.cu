@@ -1,18 +1,16 @@
-// Rows of bfloat16 to 8 bits, each by its own scale, a warp a row: the row is read for its largest element, and again,
-// from the cache, for its elements. The definition is quantise_rows of reference.py, bit by bit.
+// Rows of bfloat16 to 8 bits, each by its own scale, with what makes the rows in the same pass: a row is read once and
+// kept in registers as the bfloat16 that it would have been in memory. The definitions are in reference.py; from that
+// bfloat16 on they hold bit by bit.
 //
 // build:
+//
+// A block takes a row, and a thread up to PIECES pieces of 8 elements of it, `blockDim.x` apart.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
+// part: prelude/half.cuh
+// part: prelude/silu.cuh
 
-#define ROWS 8  // a block
+#define PIECES 4
 #define ALL 0xffffffffu
-
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 // Two numbers in 8 bits, a in the lower ones; NaN stays NaN, what is too large becomes 448.
 __device__ __forceinline__ u32 rounded(float a, float b) {
@@ -25,33 +23,121 @@ __device__ __forceinline__ u32 rounded(float a, float b) {
     return out;
 }
 
-// x: n rows of `width` (a multiple of 8), `stride` elements apart, on 16 bytes; q dense
-extern "C" __global__ void __launch_bounds__(32 * ROWS)
-quantise(const u16* x, i64 stride, u8* q, float* scale, i64 n, i64 width) {
-    const i64 row = (i64)blockIdx.x * ROWS + threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    if (row >= n) return;
-    const uint4* in = (const uint4*)(x + row * stride);
-    const i64 pieces = width / 8;
-    float most = 0;
-    for (i64 i = lane; i < pieces; i += 32) {
-        const uint4 v = in[i];
-        const u32 w[4] = {v.x, v.y, v.z, v.w};
+__device__ __forceinline__ void unpack8(uint4 x, float (&y)[8]) {
+    unpack_bfloat(x.x, y[0], y[1]);
+    unpack_bfloat(x.y, y[2], y[3]);
+    unpack_bfloat(x.z, y[4], y[5]);
+    unpack_bfloat(x.w, y[6], y[7]);
+}
+
+__device__ __forceinline__ uint4 pack8(const float (&y)[8]) {
+    return make_uint4(
+        pack_bfloat(y[0], y[1]), pack_bfloat(y[2], y[3]), pack_bfloat(y[4], y[5]), pack_bfloat(y[6], y[7]));
+}
+
+// The largest, or the sum, of all threads of a block, for all of them. `cells` is used once.
+template <bool SUM>
+__device__ __forceinline__ float together(float x, float* cells) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) most = fmaxf(most, fmaxf(fabsf(low(w[j])), fabsf(high(w[j]))));
+    for (int apart = 16; apart; apart /= 2) {
+        const float other = __shfl_xor_sync(ALL, x, apart);
+        x = SUM ? x + other : fmaxf(x, other);
     }
+    const int warps = blockDim.x / 32;
+    if (warps == 1) return x;
+    if (threadIdx.x % 32 == 0) cells[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = cells[0];
+    for (int i = 1; i < warps; i++) x = SUM ? x + cells[i] : fmaxf(x, cells[i]);
+    return x;
+}
+
+// The kept pieces of a row in 8 bits, and their scale.
+__device__ __forceinline__ void put(const uint4 (&kept)[PIECES], i64 pieces, u8* q, float* scale) {
+    __shared__ float cells[32];
+    float most = 7.888609052210118e-31f;  // 2^-100
 #pragma unroll
-    for (int apart = 16; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, apart));
-    most = fmaxf(most, 7.888609052210118e-31f);  // 2^-100
+    for (int p = 0; p < PIECES; p++) {
+        float x[8];
+        unpack8(kept[p], x);
+#pragma unroll
+        for (int e = 0; e < 8; e++) most = fmaxf(most, fabsf(x[e]));
+    }
+    most = together<false>(most, cells);
     const float factor = __fdiv_rn(448.f, most);
-    if (!lane) scale[row] = __fdiv_rn(most, 448.f);
-    uint2* out = (uint2*)(q + row * width);
-    for (i64 i = lane; i < pieces; i += 32) {
-        const uint4 v = in[i];
-        const u32 w[4] = {v.x, v.y, v.z, v.w};
+    if (!threadIdx.x) *scale = __fdiv_rn(most, 448.f);
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+        const i64 at = threadIdx.x + p * (i64)blockDim.x;
+        if (at >= pieces) break;
+        float x[8];
+        unpack8(kept[p], x);
         u32 half[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) half[j] = rounded(__fmul_rn(low(w[j]), factor), __fmul_rn(high(w[j]), factor));
-        out[i] = make_uint2(half[0] | half[1] << 16, half[2] | half[3] << 16);
+        for (int j = 0; j < 4; j++) half[j] = rounded(__fmul_rn(x[2 * j], factor), __fmul_rn(x[2 * j + 1], factor));
+        ((uint2*)q)[at] = make_uint2(half[0] | half[1] << 16, half[2] | half[3] << 16);
     }
+}
+
+#define ROW                                                        \
+    const i64 row = blockIdx.x;                                    \
+    uint4 kept[PIECES];                                            \
+    _Pragma("unroll") for (int p = 0; p < PIECES; p++) {           \
+        kept[p] = make_uint4(0, 0, 0, 0);                          \
+    }
+#define EACH_PIECE                                                 \
+    _Pragma("unroll") for (int p = 0; p < PIECES; p++)             \
+        if (const i64 at = threadIdx.x + p * (i64)blockDim.x; at < pieces)
+
+// x: rows `stride` elements apart, on 16 bytes; q dense
+extern "C" __global__ void __launch_bounds__(1024) quantise(const u16* x, i64 stride, u8* q, float* scale, i64 pieces) {
+    ROW
+    EACH_PIECE kept[p] = load_once(x + row * stride + at * 8);
+    put(kept, pieces, q + row * pieces * 8, scale + row);
+}
+
+// silu(gate) * up
+extern "C" __global__ void __launch_bounds__(1024)
+gated(const u16* gate, const u16* up, i64 gate_row, i64 up_row, u8* q, float* scale, i64 pieces) {
+    ROW
+    uint4 other[PIECES];
+    EACH_PIECE {
+        kept[p] = load_once(gate + row * gate_row + at * 8);
+        other[p] = load_once(up + row * up_row + at * 8);
+    }
+    EACH_PIECE {
+        float g[8], u[8];
+        unpack8(kept[p], g);
+        unpack8(other[p], u);
+#pragma unroll
+        for (int e = 0; e < 8; e++) g[e] = silu(g[e]) * u[e];
+        kept[p] = pack8(g);
+    }
+    put(kept, pieces, q + row * pieces * 8, scale + row);
+}
+
+// x / sqrt(mean(x^2) + eps) * weight
+extern "C" __global__ void __launch_bounds__(1024)
+normed(const u16* x, i64 stride, const u16* weight, float eps, u8* q, float* scale, i64 pieces) {
+    __shared__ float cells[32];
+    ROW
+    EACH_PIECE kept[p] = load_once(x + row * stride + at * 8);
+    float squares = 0;
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+        float v[8];
+        unpack8(kept[p], v);
+#pragma unroll
+        for (int e = 0; e < 8; e++) squares += v[e] * v[e];
+    }
+    const float factor = rsqrtf(together<true>(squares, cells) / (8.f * pieces) + eps);
+    EACH_PIECE {
+        float v[8], w[8];
+        unpack8(kept[p], v);
+        unpack8(load(weight + at * 8), w);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = v[e] * factor * w[e];
+        kept[p] = pack8(v);
+    }
+    put(kept, pieces, q + row * pieces * 8, scale + row);
 }

@@ -1,10 +1,12 @@
 """8-bit products as the engine calls them: `torch._scaled_mm` on an NVIDIA GPU of compute capability 9.0, with rows
-quantised in one pass over them (`kernel.cu`); the definition (`reference.py`) elsewhere."""
+quantised in the pass that makes them (`kernel.cu`); the definition (`reference.py`) elsewhere."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,8 +14,15 @@ from app.ops import cuda
 from app.ops.fp8 import reference
 
 _SOURCE = Path(__file__).with_name("kernel.cu")
-_ROWS, _PIECE = 8, 8
-"""Rows of a block, a warp each; elements of a 16-byte piece."""
+_PIECE, _PIECES, _WARP, _THREADS = 8, 4, 32, 1024
+"""Elements of a 16-byte piece; pieces of a row that a thread keeps; threads of a warp, and of a block at most."""
+
+
+class EightBits(NamedTuple):
+    """Rows in 8 bits: q [n, K] float8_e4m3fn, scale [n] float32."""
+
+    q: Tensor
+    scale: Tensor
 
 
 def unfit(device: torch.device) -> str | None:
@@ -25,29 +34,71 @@ def unfit(device: torch.device) -> str | None:
     return None
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_rows(x: Tensor) -> EightBits:
     """`reference.quantise_rows`, bit by bit."""
+    if _kernelless(x):
+        return EightBits(*reference.quantise_rows(x))
+    x, out = _aligned(x), _empty(x)
+    _launch("quantise", out, x.data_ptr(), x.stride(0))
+    return out
+
+
+def quantise_gated(gate: Tensor, up: Tensor) -> EightBits:
+    """`reference.quantise_gated`, by `ops.gated`'s arithmetic: silu is not rounded before the product on a GPU."""
+    if _kernelless(gate, up):
+        return EightBits(*reference.quantise_gated(gate, up))
+    gate, up, out = _aligned(gate), _aligned(up), _empty(gate)
+    _launch("gated", out, gate.data_ptr(), up.data_ptr(), gate.stride(0), up.stride(0))
+    return out
+
+
+def quantise_normed(x: Tensor, weight: Tensor, eps: float) -> EightBits:
+    """`reference.quantise_normed` up to the order of its sum."""
+    if _kernelless(x) or weight.data_ptr() % 16 or not weight.is_contiguous() or weight.dtype != x.dtype:
+        return EightBits(*reference.quantise_normed(x, weight, eps))
+    x, out = _aligned(x), _empty(x)
+    _launch("normed", out, x.data_ptr(), x.stride(0), weight.data_ptr(), np.float32(eps))
+    return out
+
+
+def _kernelless(*operands: Tensor) -> bool:
+    """Whether no kernel takes these."""
+    first = operands[0]
+    if any(x.dtype != torch.bfloat16 for x in operands) or cuda.unfit(first.device) is not None:
+        return True
+    return bool(first.shape[1] % _PIECE or first.shape[1] > _PIECE * _PIECES * _THREADS)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The same rows, on 16 bytes."""
+    whole = x.stride(1) == 1 and x.stride(0) % _PIECE == 0 and x.data_ptr() % 16 == 0
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
+
+
+def _empty(x: Tensor) -> EightBits:
     n, width = x.shape
-    if x.dtype != torch.bfloat16 or width % _PIECE or cuda.unfit(x.device) is not None:
-        return reference.quantise_rows(x)
-    if x.stride(1) != 1 or x.stride(0) % _PIECE or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
     q = torch.empty((n, width), dtype=reference.FP8, device=x.device)
-    scale = torch.empty(n, dtype=torch.float32, device=x.device)
-    if n:
-        kernel = cuda.load(_SOURCE, "quantise", x.device)
-        kernel.launch(-(-n // _ROWS), 32 * _ROWS, x.data_ptr(), x.stride(0), q.data_ptr(), scale.data_ptr(), n, width)
-    return q, scale
+    return EightBits(q, torch.empty(n, dtype=torch.float32, device=x.device))
 
 
-def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`reference.linear` up to the order of its sums. K and M must be multiples of 16; on a GPU x is bfloat16."""
-    if x.device.type != "cuda":
-        return reference.linear(x, weight, scale, bias)
-    if not len(x):
-        return x.new_empty(0, len(weight))
-    q, own = quantise_rows(x)
+def _launch(name: str, out: EightBits, *arguments: object) -> None:
+    n, width = out.q.shape
+    if n and width:
+        pieces = width // _PIECE
+        threads = -(-pieces // (_PIECES * _WARP)) * _WARP
+        kernel = cuda.load(_SOURCE, name, out.q.device)
+        kernel.launch(n, threads, *arguments, out.q.data_ptr(), out.scale.data_ptr(), pieces)
+
+
+def linear(x: Tensor | EightBits, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`reference.linear` up to the order of its sums, in x's dtype: of rows that are in 8 bits already, in bfloat16. K
+    and M must be multiples of 16; on a GPU x is bfloat16."""
+    rows, dtype = (x, torch.bfloat16) if isinstance(x, EightBits) else (quantise_rows(x), x.dtype)
+    if rows.q.device.type != "cuda":
+        return reference.linear(*rows, weight, scale, bias, dtype)
+    if not len(rows.q):
+        return weight.new_empty((0, len(weight)), dtype=dtype)
     return torch._scaled_mm(  # noqa: SLF001  torch has no public name for it yet
-        q, weight.t(), scale_a=own.unsqueeze(1), scale_b=scale.unsqueeze(0), bias=bias, out_dtype=x.dtype,
+        rows.q, weight.t(), scale_a=rows.scale.unsqueeze(1), scale_b=scale.unsqueeze(0), bias=bias, out_dtype=dtype,
         use_fast_accum=True,
     )  # fmt: skip

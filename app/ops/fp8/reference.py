@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm, silu
 
 FP8: Final = torch.float8_e4m3fn
 LARGEST: Final = 448.0
@@ -24,9 +25,18 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return scaled.clamp(-LARGEST, LARGEST).to(FP8), most / LARGEST
 
 
-def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [n, K] times weight [M, K] float8_e4m3fn with scale [M] float32, in x's dtype: rows of x are quantised, the sum
-    is in float32 and is rounded once, after the scales and the bias [M]."""
-    q, own = quantise_rows(x)
+def quantise_gated(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantise_rows` of silu(gate) * up in their dtype: gate, up [n, K]."""
+    return quantise_rows(silu(gate).mul_(up))
+
+
+def quantise_normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`quantise_rows` of x [n, K] / sqrt(mean(x^2) + eps) * weight [K], the mean in float32, in x's dtype."""
+    return quantise_rows(rms_norm(x, x.shape[1:], weight, eps))
+
+
+def linear(q: Tensor, own: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The product of quantised rows q [n, K], own [n] and weight [M, K] float8_e4m3fn, scale [M] float32: the sum is in
+    float32 and is rounded once to `dtype`, after the scales and the bias [M]."""
     out = torch.mm(q.float(), weight.float().t()) * (own.unsqueeze(1) * scale)
-    return (out if bias is None else out + bias.float()).to(x.dtype)
+    return (out if bias is None else out + bias.float()).to(dtype)

@@ -5,12 +5,9 @@
 // -DBF16 (0: float16). Rows of gate and up may lie apart (strides in elements, multiples of 8); out has none between.
 
 // part: prelude/half.cuh
+// part: prelude/silu.cuh
 
 #define THREADS 256
-
-__device__ __forceinline__ float silu(float x) {
-    return __fdividef(x, 1.f + __expf(-x));  // exp is infinite below -88: -0 then, and NaN for -inf, as torch's
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS) gated(
     i64 gate, i64 up, i64 out, i64 pieces, i64 width, i64 gate_row, i64 up_row) {

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as arrays
 
 from app.ops import fp8
 from app.ops.fp8 import FP8
+from app.ops.gated import gated
 
 STEPS = 2.0**-4
 """Half of the step between neighbours of the format, as a share of a number: three bits of mantissa."""
@@ -78,3 +79,25 @@ def test_a_product_is_that_of_the_rounded_operands(seed, bias):
 def test_no_rows_give_no_rows():
     weight, scale = fp8.quantise_rows(torch.randn(32, 16))
     assert fp8.linear(torch.empty(0, 16), weight, scale).shape == (0, 32)
+
+
+def test_a_gate_and_a_norm_in_8_bits_are_those_quantised():
+    made = torch.Generator().manual_seed(1)
+    both, weight = torch.randn(5, 48, generator=made).bfloat16(), torch.rand(24, generator=made).bfloat16()
+    kept = both.clone()
+    gate, up = both.chunk(2, 1)
+    for found, rows in (
+        (fp8.quantise_gated(gate, up), gated(gate, up)),
+        (fp8.quantise_normed(gate, weight, 1e-6), torch.nn.functional.rms_norm(gate, (24,), weight, 1e-6)),
+    ):
+        data, scale = fp8.quantise_rows(rows)
+        assert torch.equal(found.q.view(torch.uint8), data.view(torch.uint8))
+        assert torch.equal(found.scale, scale)
+    assert torch.equal(both, kept)
+
+
+def test_rows_that_are_in_8_bits_already_give_the_same_product():
+    made = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 48, generator=made).bfloat16()
+    weight = fp8.quantise_rows(torch.randn(32, 48, generator=made))
+    assert torch.equal(fp8.linear(fp8.EightBits(*fp8.quantise_rows(x)), *weight), fp8.linear(x, *weight))
