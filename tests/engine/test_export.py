@@ -11,7 +11,7 @@ from app.config import Limits, SidConfig
 from app.core import HeadSpec, StateSpec
 from app.engine.export import export_family
 from app.engine.families.base import ModelFiles
-from app.engine.functions import Function, Link, TensorFact, check_functions, links
+from app.engine.functions import Function, Link, TensorFact, check_functions, check_stored, links
 from app.engine.registry import family
 from app.errors import Rejected
 from tests import support
@@ -75,6 +75,14 @@ def test_all_declared_state_is_written_by_somebody_and_linked_to_who_reads_it(ex
         assert Link("k.0", "step 1", "step 2") in links(found)
     else:
         assert found[-1].writes == ()  # nothing reads what the last step would write
+
+
+def test_what_was_found_is_believed_when_it_is_read_again_and_nothing_else_is(exported):
+    _, model, found = exported
+    check_stored(model, found, SIZES)
+    for other in (found[:-1], found[1:], (found[0], *found[2:], found[1]) if len(found) > 2 else (*found, found[-1])):
+        with pytest.raises(Rejected, match="other functions"):
+            check_stored(model, other, SIZES)
 
 
 class Static(Toy):
