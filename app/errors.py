@@ -177,5 +177,10 @@ class Fault(WidebeamError):
         return fault
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 error`, `2 errors`: a number and what it counts, as messages say it."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _clipped(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."

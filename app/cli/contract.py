@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from app.cli.deployment import read_deployment
-from app.cli.output import JsonFlag, print_json, say
+from app.cli.output import JsonFlag, print_json, say, tally
 from app.config import Precision
 from app.core import Contract
 from app.engine.registry import family
@@ -89,7 +89,7 @@ def check(
         for one in report.findings:
             typer.echo(f"{one.place}: {one.severity} {one.code}: {one.message}")
         say(f"contract {report.contract}, weights {report.weights}, vocab {report.vocab}")
-        say(f"{report.errors} errors, {len(report.findings) - report.errors} warnings and notes")
+        say(tally(one.severity for one in report.findings))
     raise typer.Exit(1 if report.errors else 0)
 
 

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from app.errors import counted
+
 T = TypeVar("T")
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for machines")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result to this file as JSON")]
@@ -43,6 +45,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, tit
 def say(message: str) -> None:
     """A line for people, on stderr: stdout may be piped into another program."""
     sys.stderr.write(f"{message}\n")
+
+
+def tally(severities: Iterable[str]) -> str:
+    """How many findings of each kind: `1 error, 2 warnings, 0 notes`."""
+    found = list(severities)
+    return ", ".join(counted(found.count(kind), kind) for kind in ("error", "warning", "note"))
 
 
 def progress(work: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:

@@ -9,7 +9,7 @@ import typer
 
 import app as package
 from app.cli import policy_files
-from app.cli.output import JsonFlag, print_json, say
+from app.cli.output import JsonFlag, print_json, say, tally
 from app.cli.policy_diff import diff
 from app.cli.policy_files import Deployed, deployed
 from app.cli.policy_plan import plan as plan_command
@@ -65,9 +65,8 @@ def check(
         print_json([one.data() for one in findings])
     elif findings:
         typer.echo(render(findings))
-    errors = sum(one.rule.severity == "error" for one in findings)
-    say(f"{errors} errors, {len(findings) - errors} warnings and notes")
-    raise typer.Exit(1 if errors else 0)
+    say(tally(one.rule.severity for one in findings))
+    raise typer.Exit(1 if any(one.rule.severity == "error" for one in findings) else 0)
 
 
 @app.command()

@@ -27,7 +27,7 @@ def run(tmp_path, monkeypatch):
 
 def test_check_passes_good_files_with_exit_0(run):
     result = run("check")
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "0 errors, 0 warnings and notes\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "0 errors, 0 warnings, 0 notes\n")
 
 
 def test_check_prints_what_is_wrong_with_exit_1(run, tmp_path):
@@ -69,7 +69,7 @@ def test_check_looks_at_traffic_and_at_names(run, tmp_path):
 def test_warnings_alone_exit_0(run, tmp_path):
     (tmp_path / "policies" / "feed.yaml").write_text("widebeam: 1\nwidths: [100, 100, 100]\n")
     result = run("check")
-    assert (result.exit_code, result.stderr) == (0, "0 errors, 1 warnings and notes\n")
+    assert (result.exit_code, result.stderr) == (0, "0 errors, 0 warnings, 1 note\n")
 
 
 def test_wrong_usage_exits_2(run):

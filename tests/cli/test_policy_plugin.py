@@ -64,7 +64,7 @@ def test_the_example_is_installed_tested_explained_and_served_as_its_page_says(t
         "  drop: a number or a `param` from 0 to 100; 2 where it is not given\n"
         "  precut class M: who stays is a head of each row, and the best K of the row know it\n",
     ]
-    assert check == [0, "", "0 errors, 0 warnings and notes\n"]
+    assert check == [0, "", "0 errors, 0 warnings, 0 notes\n"]
     assert explain[0] == 0
     assert re.search(r"`explain` says.*?```text\n(.*?)\n```", README, re.DOTALL)[1] in explain[1].splitlines()
     assert "gap(drop=2): a row's codes" in schema[1]

@@ -33,7 +33,7 @@ def root_of(tmp_path):
 def test_the_files_of_the_guide_pass_the_check_that_it_shows(tmp_path):
     assert [name for name, _ in FILES] == ["base.yaml", "wide.yaml", "traffic.yaml", "experiments/wider.yaml"]
     found = CliRunner().invoke(app, ["policy", "check", "--root", str(root_of(tmp_path))])
-    assert (found.exit_code, found.output) == (0, "0 errors, 0 warnings and notes\n")
+    assert (found.exit_code, found.output) == (0, "0 errors, 0 warnings, 0 notes\n")
 
 
 def test_the_numbers_of_the_guide():
