@@ -16,6 +16,7 @@ from app.cli.deployment import read_deployment
 from app.config import Deployment, Server, SidConfig
 from app.errors import BadDeployment
 from app.policies.plugins import installed
+from app.runtime.contracts import Contracts
 from app.runtime.engines import Engines
 from app.runtime.live import Live
 from app.runtime.loader import Loaded, load_root
@@ -79,7 +80,7 @@ def compose(root: Path, overrides: Overrides, stream: BinaryIO, *, tolerant: boo
             raise
         deployment, bad = overrides.apply(Deployment(family="", sid=SidConfig(sizes=(1,)), server=Server())), error
     log, metrics = make_log(stream, deployment.log.level), Metrics()
-    engines = Engines(root, metrics, log)
+    engines, contracts = Engines(root, metrics, log), Contracts(root, log)
     threads = deployment.server.threads or available_cores()
     operators = installed()
     for name, reason in operators.broken.items():
@@ -88,14 +89,14 @@ def compose(root: Path, overrides: Overrides, stream: BinaryIO, *, tolerant: boo
     def load() -> Loaded:
         if bad is not None:
             return Loaded(reasons=(Reason(bad.code, bad.message, bad.path),))
-        return load_root(root, deployment, log, clock, operators)
+        return load_root(root, deployment, log, clock, operators, contracts)
 
     def build() -> Runtime:
         records = Files(deployment.log, root / deployment.server.state_dir, metrics, log, clock)
         return Runtime(deployment, metrics, log, clock, recorder=records, threads=threads, engines=engines)
 
     def live(runtime: Runtime) -> Live:
-        return Live(root, deployment, runtime, metrics, log, clock, operators)
+        return Live(root, deployment, runtime, metrics, log, clock, contracts, operators)
 
     return Service(deployment, metrics, log, build, load, live)
 

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,12 @@ from app.vocab.manifest import Kind, verify
 
 PERIOD_S: Final = 5.0
 QUIET_S: Final = 0.2
+RESTLESS_S: Final = 2.0
+"""After so long of edits without a pause of `QUIET_S`, one of `SHORT_S` will do."""
+SHORT_S: Final = 0.03
+MOST_RESTLESS_S: Final = 4.0
+"""And after so long nobody waits for one."""
+CONTRACT: Final = "contract"
 
 
 class ArtifactUpdates:
@@ -53,6 +60,7 @@ class ArtifactUpdates:
         composing: asyncio.Lock,
         compose: Callable[[Snapshot], Snapshot],
         ledger: Ledger,
+        contracts: Contracts,
         log: Log,
     ) -> None:
         self._root, self._state_dir = root, root / deployment.server.state_dir
@@ -64,9 +72,10 @@ class ArtifactUpdates:
         self._refused: dict[tuple[Kind, str], str] = {}
         self._apart: dict[tuple[str, str], bool] = {}
         self._retries = Retries(time.monotonic)
+        self._contracts, self._full = contracts, False  # there was no room for a contract, and it is not time to look
         self._overlay = Overlay(deployment)
         self._said = self._overlay.document()
-        self.stage = Stage(root, runtime, policies, self._background, composing, compose, ledger, Contracts(root, log))
+        self.stage = Stage(root, runtime, policies, self._background, composing, compose, ledger, contracts)
         self.told = asyncio.Event()
 
     def close(self) -> None:
@@ -101,6 +110,7 @@ class ArtifactUpdates:
             seen = await self._still_survey()
             await self._look(seen)
             self._try_again(seen)
+            await self._keep_contract()
             edition = self._policies.edition
             if edition != self._settled[1]:  # what did not go with the policies may go with them now
                 self._apart = {pair: why for pair, why in self._apart.items() if not why}
@@ -117,14 +127,18 @@ class ArtifactUpdates:
             self._tell()
 
     async def _still_survey(self) -> Survey:
-        """What the disk says; an overlay that has changed is believed when two surveys agree on it."""
-        known = self._survey
+        """What the disk says; an overlay that has changed is believed when two surveys agree on it. One that is edited
+        without a pause is believed sooner, and where that does not help what was known of it holds: versions go on."""
+        believed = known = self._survey
+        began = time.monotonic()
         while True:
             seen = await self._background.run(lambda: survey(self._root, self._state_dir, self._survey, HEAVY))
-            if known is None or seen.deployment == known.deployment:
+            if believed is None or known is None or seen.deployment == known.deployment:
                 return seen
-            known = seen
-            await asyncio.sleep(QUIET_S)
+            waited, known = time.monotonic() - began, seen
+            if waited > MOST_RESTLESS_S:
+                return seen._replace(deployment=believed.deployment)
+            await asyncio.sleep(QUIET_S if waited < RESTLESS_S else SHORT_S)
 
     async def _pursue(self, seen: Survey) -> bool:
         """One step towards what is wanted; False where there is nothing left to do for this survey."""
@@ -155,10 +169,24 @@ class ArtifactUpdates:
     def _try_again(self, seen: Survey) -> None:
         """What was refused for a reason that may have passed counts as new."""
         for what in self._retries.due():
+            if what == CONTRACT:
+                self._full = False
+                continue
             self._settled = ("", None, None)
             if what == DEPLOYMENT:
                 self._look_at_overlay(seen)
             self._refused = {known: why for known, why in self._refused.items() if known != what}
+
+    async def _keep_contract(self) -> None:
+        """What serves has its contract on the disk, as soon as there is room for it."""
+        serving = self.stage.serving
+        if serving is None or self._full or not self._contracts.waits(serving.snapshot.contract.id):
+            return
+        if await self._background.run(partial(self._contracts.keep, serving.snapshot.contract.id)):
+            self._retries.forget(CONTRACT)
+        else:
+            self._full = True
+            self._retries.refused(CONTRACT, "contract_not_stored")
 
     def _wanted(self, seen: Survey, ask: Ask) -> Want | None:
         """The set that should serve, of what can be used now; None where nothing that is asked for can."""

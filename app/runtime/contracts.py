@@ -10,7 +10,7 @@ none. So an edit of limits that no function reads needs no export, and a stale f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -35,6 +35,13 @@ OWN: Final = f"state/{FOLDER}"
 """How places name the folder below the state directory, wherever that is."""
 MOST_FILES: Final = 64
 """Files of a folder that are looked at, the newest first."""
+MOST_BYTES: Final = 64 << 20
+"""Bytes of a folder that are read when a contract is looked for."""
+LARGE: Final = 256 << 10
+"""Bytes of a file that is taken apart only where it mentions what is looked for. Contracts of the project's own
+families have some 30 KiB."""
+MOST_MADE: Final = 16
+"""Contracts that are known and not stored."""
 
 
 class Stored(NamedTuple):
@@ -60,17 +67,49 @@ class Made(NamedTuple):
 
 
 class Contracts:
-    """The contracts of one root. Files are read and written in the thread that asks."""
+    """The contracts of one root. Files are read and written in the thread that asks, one at a time.
+
+    Those that `of` has made are in memory until somebody serves under them, and only then on the disk (`keep`): what
+    is refused leaves nothing there, and is not exported again when it is tried again.
+    """
 
     def __init__(self, root: Path, log: Log | None = None) -> None:
         self._root, self._log = root, log
+        self._made: dict[str, tuple[Made, Deployment]] = {}
+        self._unkept: dict[str, Rejected] = {}
 
     def of(self, kind: type[Family], files: ModelFiles, deployment: Deployment, dtype: torch.dtype) -> Contract:
-        """The contract of a model behind an overlay; where none is stored it is made, which takes seconds, and stored.
+        """The contract of a model behind an overlay; where none is stored it is made, which takes seconds.
 
         Raises Rejected as `Family.build`, and "export_failed", "bad_family".
         """
-        return self.make(kind, files, deployment, dtype).contract
+        made = self.make(kind, files, deployment, dtype, store=False)
+        self._made.pop(made.contract.id, None)
+        if made.file is None:
+            self._made[made.contract.id] = made, deployment
+            if len(self._made) > MOST_MADE:
+                del self._made[next(iter(self._made))]
+        return made.contract
+
+    def waits(self, contract_id: str) -> bool:
+        """Whether a contract of `of` is not on the disk."""
+        return contract_id in self._made
+
+    def keep(self, contract_id: str) -> bool:
+        """Store a contract of `of` under which requests are served; whether it is on the disk now. Having nowhere to
+        write it is no reason not to serve: `unkept` says so, and the next call tries again."""
+        if contract_id not in self._made:
+            return True
+        made, deployment = self._made[contract_id]
+        if self._store(contract_id, made.document, deployment) is None:
+            return False
+        del self._made[contract_id]
+        return True
+
+    @property
+    def unkept(self) -> tuple[Rejected, ...]:
+        """What could not be written, and where."""
+        return tuple(self._unkept.values())
 
     def make(
         self,
@@ -82,50 +121,58 @@ class Contracts:
         anew: bool = False,
         store: bool = True,
     ) -> Made:
-        """`of`, with how it came about.
+        """A contract with how it came about.
 
         dtype: of `resolve_precision` · anew: export whatever is stored · store: write what is not stored
         """
         carried = carrier(dtype)
         model = facts.build(kind, files, deployment.sid, deployment.limits, carried)
         key = facts.made_for(model, deployment.family, deployment.sid, carried)
-        stored, found = self.stored(deployment)
-        for problem in found:
-            self._say("contract_refused", problem)
-        known = None if anew else self._known(stored, key, model.family, deployment)
-        functions = known.functions if known else export_apart(kind, files, deployment.sid, deployment.limits, carried)
+        found: dict[str | None, Rejected] = {}
+        known = None if anew else self._functions(key, model.family, deployment, found)
+        functions = known or export_apart(kind, files, deployment.sid, deployment.limits, carried)
         name = precision_name(dtype)
         weights = facts.weight_facts(model.family, dtype)
         parts = make_parts(model.family, model.config, deployment, name, weights, functions)
         contract = contract_of(parts, model.family, deployment, name)
-        same = next((one for one in stored if (one.id, one.made_for) == (contract.id, key)), None)
         document = _document(contract.id, key, parts)
-        file = same.file if same else self._store(contract.id, document, deployment) if store else None
-        return Made(contract, functions, document, file, known is None, found)
+        file = self._stored(contract.id, key, deployment, found)
+        if file is None and store:
+            file = self._store(contract.id, document, deployment)
+        for problem in found.values():
+            self._say("contract_refused", problem)
+        return Made(contract, functions, document, file, known is None, tuple(found.values()))
 
-    def stored(self, deployment: Deployment) -> tuple[tuple[Stored, ...], tuple[Rejected, ...]]:
-        """Every usable file, those of the root first and the newest first, and what is wrong with the others."""
-        good, bad = list[Stored](), list[Rejected]()
+    def _functions(
+        self, key: str, family: Family, deployment: Deployment, found: dict[str | None, Rejected]
+    ) -> tuple[Function, ...] | None:
+        """The functions that were exported for a key; None where nobody knows them. found: takes what is wrong with
+        files that were looked at, by place."""
+        for made, _ in self._made.values():
+            if made.document["made_for"] == key:
+                return made.functions
         for folder, place in self._folders(deployment):
-            for file in _files(folder):
-                try:
-                    good.append(read(file, place))
-                except Rejected as error:
-                    bad.append(error)
-        return tuple(good), tuple(bad)
-
-    def _known(self, stored: Sequence[Stored], key: str, family: Family, deployment: Deployment) -> Stored | None:
-        """The file whose functions are taken instead of an export. A file says itself what it was made for, and makes
-        its id of what it says: whether that can be true is looked at."""
-        for one in stored:
-            if one.made_for == key:
-                try:
+            for one in _made_for(key, folder, place, found):
+                try:  # a file says itself what it was made for: whether that can be true is looked at
                     check_stored(family, one.functions, deployment.sid.sizes)
                 except Rejected as error:
-                    place = f"{one.file.parent.name}/{one.file.name}"
-                    self._say("contract_refused", Rejected("contract_tampered", error.message, location=place))
+                    where = f"{place}/{one.file.name}"
+                    found[where] = Rejected("contract_tampered", error.message, location=where)
                 else:
-                    return one
+                    return one.functions
+        return None
+
+    def _stored(
+        self, contract_id: str, key: str, deployment: Deployment, found: dict[str | None, Rejected]
+    ) -> Path | None:
+        """The file of a contract, where it is whole and was made for a key."""
+        for folder, place in self._folders(deployment):
+            file = folder / f"{contract_id}.json"
+            try:
+                if file.exists() and read(file, place).made_for == key:
+                    return file
+            except Rejected as error:
+                found[error.location] = error
         return None
 
     def _folders(self, deployment: Deployment) -> tuple[tuple[Path, str], ...]:
@@ -143,11 +190,15 @@ class Contracts:
             except OSError as error:
                 why = why or error
                 continue
+            self._unkept.pop(new_id, None)
             if self._log is not None:
                 self._log.info("contract_stored", contract=new_id, file=f"{place}/{file.name}")
             return file
         message = f"cannot be written, here or in the state directory: {why.strerror if why else ''}"
-        self._say("contract_not_stored", Rejected("contract_not_stored", message, location=f"{FOLDER}/{new_id}.json"))
+        problem = Rejected("contract_not_stored", message, location=f"{FOLDER}/{new_id}.json")
+        if new_id not in self._unkept:
+            self._say("contract_not_stored", problem)
+        self._unkept = {one: why for one, why in self._unkept.items() if one in self._made} | {new_id: problem}
         return None
 
     def _say(self, event: str, problem: Rejected) -> None:
@@ -161,9 +212,38 @@ def read(file: Path, folder: str = FOLDER) -> Stored:
     folder: how places name its folder
     """
     place = f"{folder}/{file.name}"
+    return _parsed(file, _bytes(file, place), place)
+
+
+def _made_for(key: str, folder: Path, place: str, found: dict[str | None, Rejected]) -> Iterator[Stored]:
+    """The files of a folder that say they were made for a key, the newest first. So much is read of a folder and no
+    more, whatever lies there; and a large file that does not even mention the key is not taken apart."""
+    left = MOST_BYTES
+    for file in _files(folder):
+        where = f"{place}/{file.name}"
+        try:
+            data = _bytes(file, where)
+            left -= len(data)
+            if left < 0:
+                return
+            if len(data) > LARGE and key.encode() not in data:
+                continue
+            one = _parsed(file, data, where)
+        except Rejected as error:
+            found[where] = error
+        else:
+            if one.made_for == key:
+                yield one
+
+
+def _bytes(file: Path, place: str) -> bytes:
     data = None if file.is_symlink() else state_dir.read(file)
     if data is None:
         raise Rejected("contract_unreadable", "cannot be read, or is no regular file of at most 4 MiB", location=place)
+    return data
+
+
+def _parsed(file: Path, data: bytes, place: str) -> Stored:
     try:
         document = msgspec.json.decode(data)
         functions = msgspec.convert(document["functions"], tuple[Function, ...])

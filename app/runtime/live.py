@@ -18,6 +18,7 @@ from app.runtime import state_dir
 from app.runtime.artifact_updates import ArtifactUpdates
 from app.runtime.background import Background
 from app.runtime.contracts import FOLDER as CONTRACTS
+from app.runtime.contracts import Contracts
 from app.runtime.exposure import with_files
 from app.runtime.kill import KillSwitch
 from app.runtime.ledger import Ledger
@@ -52,6 +53,7 @@ class Live:
         metrics: Metrics,
         log: Log,
         clock: Callable[[], float],
+        contracts: Contracts,
         operators: Operators = BUILT_IN,
     ) -> None:
         state = root / deployment.server.state_dir
@@ -71,7 +73,7 @@ class Live:
         self._policies = PolicyUpdates(root, state, runtime, composing, metrics, log, clock, operators, strict=strict)
         self._takedowns = TakedownUpdates(root, state, runtime, composing, self._compose, ledger, log)
         self._artifacts = ArtifactUpdates(
-            root, deployment, runtime, self._policies, composing, self._compose, ledger, log
+            root, deployment, runtime, self._policies, composing, self._compose, ledger, contracts, log
         )
         self._operations = Operations(root, state, runtime, self._artifacts, self._hints["artifacts"], ledger, log)
         self._background = Background("start")

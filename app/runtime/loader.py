@@ -64,18 +64,21 @@ def load_root(
     log: Log,
     clock: Callable[[], float] = time.monotonic,
     operators: Operators = BUILT_IN,
+    contracts: Contracts | None = None,
 ) -> Loaded:
     """Load the wanted versions of a deployment root. Never raises for what files say: the reasons are in the result.
 
-    operators: those that policies may use
+    operators: those that policies may use · contracts: those of the root, as earlier attempts know them
     """
-    gate = _Gate(root, deployment, log, clock, operators)
+    contracts = contracts or Contracts(root, log)
+    gate = _Gate(root, deployment, log, clock, operators, contracts)
     try:
         device = resolve_device(deployment.device)
         snapshot = gate.snapshot(device)
     except Rejected as error:
         reason = Reason(error.code, error.message, error.location)
         return Loaded(None, (reason,), gate.artifacts, gate.in_force, deployment.device)
+    contracts.keep(snapshot.contract.id)
     return Loaded(snapshot, (), gate.artifacts, gate.in_force, str(device), gate.canaries)
 
 
@@ -104,17 +107,23 @@ def load_contract(root: Path, deployment: Deployment) -> Contract:
     if not found:
         raise Rejected("no_weights", "no complete version", location="weights")
     kind = family(deployment.family)
-    return Contracts(root).of(kind, model_files(found[0].directory), deployment, contract_dtype(deployment))
+    return Contracts(root).make(kind, model_files(found[0].directory), deployment, contract_dtype(deployment)).contract
 
 
 class _Gate:
     """One attempt at a root; remembers what it saw of each version."""
 
     def __init__(
-        self, root: Path, deployment: Deployment, log: Log, clock: Callable[[], float], operators: Operators
+        self,
+        root: Path,
+        deployment: Deployment,
+        log: Log,
+        clock: Callable[[], float],
+        operators: Operators,
+        contracts: Contracts,
     ) -> None:
         self._root, self._deployment, self._log, self._clock = root, deployment, log, clock
-        self._operators = operators
+        self._operators, self._contracts = operators, contracts
         self._state = root / deployment.server.state_dir
         self._notes: dict[tuple[Kind, str], ArtifactStatus] = {}
         self._first: Rejected | None = None
@@ -134,7 +143,7 @@ class _Gate:
             raise seen.problem
         self._look(seen)
         heavy, words, apart = dict[str, Weights](), dict[str, Vocab](), set[tuple[str, str]]()
-        deployment, contracts = self._deployment, Contracts(self._root, self._log)
+        deployment, contracts = self._deployment, self._contracts
         while True:
             chosen = choose(self._usable(seen, "weights"), self._usable(seen, "vocab"), apart)
             if chosen.weights is None or chosen.vocab is None:

@@ -7,8 +7,9 @@ from typing import Final
 
 from app.runtime.status import ArtifactStatus, Reason
 
-PASSING: Final = frozenset({"export_failed"})
-"""Refusals that say nothing about what was refused: the process that exports had no memory, or could not be started."""
+PASSING: Final = frozenset({"contract_not_stored", "export_failed"})
+"""Refusals that say nothing about what was refused: the process that exports had no memory, or could not be started;
+there was no room on the disk."""
 FIRST_S: Final = 5.0
 LONGEST_S: Final = 300.0
 

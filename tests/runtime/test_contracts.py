@@ -274,6 +274,80 @@ def test_a_config_that_the_family_does_not_take_is_refused_before_anything_is_ex
     assert exports == []
 
 
+# ---- what is stored, and how much is read ---------------------------------------------------------------------------
+
+
+def of(contracts_of_root, root, **edits):
+    deployment = read_deployment(root)
+    files = model_files(root / "weights" / "v1")
+    return contracts_of_root.of(family(deployment.family), files, deployment, torch.float32, **edits)
+
+
+def test_what_is_made_for_a_server_is_stored_when_it_serves_and_exported_once(root, exports):
+    known = Contracts(root)
+    one = of(known, root)
+    assert of(known, root) == one
+    assert (exports, (root / "contracts").exists(), known.waits(one.id)) == (["onerec"], False, True)
+    assert (known.keep(one.id), known.waits(one.id), known.unkept) == (True, False, ())
+    assert [file.stem for file in (root / "contracts").iterdir()] == [one.id]
+    assert of(known, root) == of(Contracts(root), root) == one
+    assert exports == ["onerec"]
+
+
+def test_a_server_remembers_a_few_contracts_that_nobody_served_under(root, exports, monkeypatch):
+    monkeypatch.setattr(contracts, "MOST_MADE", 3)
+    known, ids, text = Contracts(root), [], (root / "deployment.toml").read_text()
+    for batch in range(2, 8):
+        (root / "deployment.toml").write_text(text.replace("batch = 16", f"batch = {batch}"))
+        ids.append(of(known, root).id)
+    assert [known.waits(one) for one in ids] == [False, False, False, True, True, True]
+    assert exports == ["onerec"]
+
+
+def test_a_contract_for_which_there_is_no_room_is_said_once_and_kept_when_there_is(root, exports, monkeypatch):
+    logged = io.BytesIO()
+    known = Contracts(root, make_log(logged))
+    new = of(known, root).id
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(contracts.state_dir, "write", full)
+        assert (known.keep(new), known.keep(new), known.waits(new)) == (False, False, True)
+        assert [(one.code, one.location) for one in known.unkept] == [("contract_not_stored", f"contracts/{new}.json")]
+    assert (known.keep(new), known.unkept) == (True, ())
+    assert read(root / "contracts" / f"{new}.json").id == new
+    assert [json.loads(line)["event"] for line in logged.getvalue().splitlines()] == [
+        "contract_not_stored",
+        "contract_stored",
+    ]
+
+
+def test_many_large_files_beside_a_contract_are_not_taken_apart(root, exports, monkeypatch):
+    good = make(root)
+    other = json.loads(good.file.read_text()) | {"made_for": "another", "config": {"padding": "x" * contracts.LARGE}}
+    other["id"] = contract_id({name: value for name, value in other.items() if name not in BESIDE})
+    text = json.dumps(other)
+    for number in range(200):
+        file = root / "contracts" / f"{number:012x}.json"
+        file.write_text(text)
+        os.utime(file, (0, 0) if number < 180 else None)
+    taken, seen, parsed, data = [], [], contracts._parsed, contracts._bytes
+    monkeypatch.setattr(contracts, "_parsed", lambda *args: taken.append(args[0].name) or parsed(*args))
+    monkeypatch.setattr(contracts, "_bytes", lambda *args: seen.append(args[0].name) or data(*args))
+    again = make(root)
+    assert (again.exported, again.file, again.found) == (False, good.file, ())
+    assert set(taken) == {good.file.name}
+    assert len(seen) <= contracts.MOST_FILES + 1
+    monkeypatch.setattr(contracts, "MOST_BYTES", 3 * len(text))
+    os.utime(good.file, (0, 0))
+    seen.clear()
+    again = make(root)  # beyond what is read: exported again, and then it is just there
+    assert (again.exported, again.file) == (True, good.file)
+    assert len(seen) <= 5
+
+
 # ---- the process that exports --------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,93 @@
+"""An edited deployment.toml, live: what is refused leaves nothing behind, what never stands still stops nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+
+from app.runtime import artifact_updates
+from tests.live_support import live_server
+from tests.runtime.test_cutover import Load, Truth, edit, serving, state_of, weights, world
+
+
+def stored(root):
+    return {path.stem for path in (root / "contracts").iterdir()}
+
+
+async def test_a_declaration_that_is_refused_leaves_no_contract_and_one_that_serves_does(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        before = stored(root)
+        text = (root / "deployment.toml").read_text()
+        for name in ("alpha", "beta", "gamma"):
+            (root / "deployment.toml").write_text(f'{text}\n[attributes]\n{name} = {{of = "nobody", as = "max"}}\n')
+            status = await server.settles(lambda status, n=name: n in str(status["deployment"].get("reason")))
+            assert status["deployment"]["state"] == "rejected"
+            assert stored(root) == before
+        (root / "deployment.toml").write_text(text.replace("batch = 16", "batch = 8"))
+        status = await server.settles(lambda status: status["deployment"]["state"] == "in force")
+        await server.sees(lambda _: asyncio.to_thread(lambda: stored(root) == before | {status["active"]["contract"]}))
+        assert [line["contract"] for line in server.events("contract_stored")] == [status["active"]["contract"]]
+
+
+@asynccontextmanager
+async def edited_for_ever(root, every_s):
+    """Somebody saves deployment.toml, another one each time, without a pause. Yields the last text's batch."""
+    text, last, held = (root / "deployment.toml").read_text(), [16], asyncio.Event()
+
+    async def go_on():
+        while not held.is_set():
+            last[0] = 2 + (last[0] - 1) % 14
+            new = text.replace("batch = 16", f"batch = {last[0]}")
+            beside = root / ".deployment.toml.swp"
+            beside.write_text(new)
+            beside.replace(root / "deployment.toml")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(every_s):
+                    await held.wait()
+
+    task = asyncio.create_task(go_on())
+    try:
+        yield last
+    finally:
+        held.set()
+        await task
+
+
+async def test_an_overlay_that_is_edited_for_ever_does_not_keep_newer_versions_from_serving(tmp_path, monkeypatch):
+    monkeypatch.setattr(artifact_updates, "RESTLESS_S", 0.5)
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        first = (await server.status())["active"]["contract"]
+        async with edited_for_ever(root, 0.15) as last:
+            weights(root, "v2", 1)
+            status = await server.settles(serving("v2"), seconds=20)
+            status = await server.settles(lambda status: status["active"]["contract"] != first, seconds=20)
+            assert status["ready"]
+        await server.settles(lambda _: server.live._runtime.active.contract.limits.batch == last[0], seconds=20)
+        assert (await server.status())["deployment"]["state"] == "in force"
+
+
+async def test_an_overlay_that_never_stands_still_at_all_is_not_believed_and_versions_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(artifact_updates, "RESTLESS_S", 0.3)
+    monkeypatch.setattr(artifact_updates, "MOST_RESTLESS_S", 0.6)
+    root, count = world(tmp_path), [0]
+    async with live_server(root) as server:
+        load = Load(server, Truth(root), clients=2)
+        first = (await server.status())["active"]["contract"]
+        real = artifact_updates.survey
+
+        def restless(*args):  # as if it was saved between any two looks
+            count[0] += 1
+            return real(*args)._replace(deployment=b"%d" % count[0])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(artifact_updates, "survey", restless)
+            weights(root, "v2", 1)
+            status = await server.settles(serving("v2"), seconds=20)
+            assert (status["active"]["contract"], status["deployment"]["state"]) == (first, "in force")
+            assert state_of(status, "weights", "v2")["state"] == "active"
+        edit(root, "batch = 16", "batch = 8")
+        await server.settles(lambda status: status["active"]["contract"] != first, seconds=20)
+        load.going = False
+        await asyncio.gather(*load.tasks)
