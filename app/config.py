@@ -8,11 +8,13 @@ import os
 import re
 import stat
 import tomllib
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 from app.errors import BadDeployment
 
@@ -215,10 +217,49 @@ def parse(text: str, file: str = "deployment.toml") -> Deployment:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")
         place = _named(tree, path.rstrip("`") or "$", str(error))
+        said = _helped(message, place)
         raise BadDeployment(
-            f"{message} ({place})" if place != "$" else message, file=file, line=locate(text, place, message)
+            f"{said} ({place})" if place != "$" else said, file=file, line=locate(text, place, message)
         ) from error
     return _checked(deployment, text, file)
+
+
+def _helped(message: str, place: str) -> str:
+    """What msgspec says of an unknown key or a value that is none of those, with the ones that there are."""
+    unknown, wrong = re.search(r"unknown field `(.+)`", message), re.search(r"Invalid enum value (.+)", message)
+    if unknown:
+        here = _keys(_type_at(place))
+        near = get_close_matches(unknown[1], here, n=1, cutoff=0.7)
+        tables = {one.encode_name: _keys(one.type) for one in _type_at("$").fields}
+        others = [f"`{unknown[1]}` under [{name}]" for name, keys in tables.items() if unknown[1] in keys]
+        ends = [f"did you mean {one}?" for one in (*others, *(f"`{one}`" for one in near))]
+        return f"unknown key `{unknown[1]}`; {(*ends, 'known: ' + _listed(here))[0]}"
+    if wrong:
+        values = [str(value) for value in getattr(_type_at(place), "values", ())]
+        near = get_close_matches(wrong[1].strip("'"), values, n=1, cutoff=0.7)
+        return f"{wrong[1]} is none of {_listed(values)}" + (f"; did you mean `{near[0]}`?" if near else "")
+    return message
+
+
+def _type_at(place: str) -> Any:
+    """What may stand at a path such as `$.attributes.fresh.as`, as `msgspec.inspect` describes it."""
+    found: Any = inspect.type_info(Deployment)
+    for name in re.findall(r"[^.\[\]]+", place)[1:]:
+        if isinstance(found, inspect.DictType):
+            found = found.value_type
+        elif isinstance(found, inspect.StructType):
+            found = next(one.type for one in found.fields if one.encode_name == name)
+        else:
+            break
+    return found
+
+
+def _keys(of: object) -> list[str]:
+    return [one.encode_name for one in of.fields] if isinstance(of, inspect.StructType) else []
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
 
 
 def _named(tree: dict[str, object], place: str, error: str) -> str:

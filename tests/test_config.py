@@ -154,13 +154,38 @@ def test_a_fault_inside_an_entry_is_named_with_the_entry_and_its_line(table, lin
     assert bad.value.line == GOOD.count("\n") + line
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ('familly = "onerec"\n' + GOOD, 1, "unknown key `familly`; did you mean `family`?"),
+        ("port = 1\n" + GOOD, 1, "unknown key `port`; did you mean `port` under [server]?"),
+        (GOOD + "[sever]\nport = 1\n", 4, "unknown key `sever`; did you mean `server`?"),
+        (GOOD + "[limits]\nk = 3\nwidht = [3]\n", 6, "unknown key `widht`; did you mean `widths`? ($.limits)"),
+        (GOOD + "[parallel]\nqqq = 3\n", 5, "unknown key `qqq`; known: `tp` ($.parallel)"),
+        (GOOD + "[request.user]\na = {lo = 3}\n", 5, "unknown key `lo`; did you mean `low`? ($.request.user.a)"),
+        (GOOD + '[lists]\na = {of = "x", mots = 3}\n', 5, "unknown key `mots`; did you mean `most`? ($.lists.a)"),
+        ('device = "gpu"\n' + GOOD, 1, "'gpu' is none of `auto`, `cpu`, `cuda` ($.device)"),
+        ('precision = "float23"\n' + GOOD, 1, "did you mean `float32`? ($.precision)"),
+        (GOOD + '[server]\nadmin_auth = "tokens"\n', 5, "none of `none`, `token`; did you mean `token`?"),
+        (GOOD + '[attributes]\na = {of = "y", as = "maxi"}\n', 5, "did you mean `max`? ($.attributes.a.as)"),
+        (GOOD + '[log]\nunits = "md5"\n', 5, "'md5' is none of `hashed`, `plain` ($.log.units)"),
+        (GOOD + "[parallel]\ntp = 2\n", 5, "2 is none of `1` ($.parallel.tp)"),
+    ],
+)
+def test_an_unknown_key_or_value_comes_with_the_nearest_one(text, line, said):
+    with pytest.raises(BadDeployment) as bad:
+        parse(text)
+    assert said in bad.value.message
+    assert bad.value.line == line
+
+
 def test_load_thresholds_have_defaults_and_must_be_in_order():
     assert parse(GOOD).load == Load(busy=1.0, quiet=0.1, window_s=1.0, hold_s=30.0)
     for text, words in (
         ("quiet = 1", "`quiet` 1 is not below `busy` 1"),
         ("hold_s = 0.5", ">= 1.0"),
         ("busy = nan", "> 0"),
-        ("window = 3", "unknown field"),
+        ("window = 3", "unknown key `window`; did you mean `window_s`?"),
     ):
         with pytest.raises(BadDeployment) as bad:
             parse(GOOD + f"[load]\n{text}\n")
