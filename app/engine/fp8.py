@@ -19,6 +19,7 @@ from app.errors import Rejected
 from app.ops import fp8
 from app.ops.fp8 import FP8, EightBits
 from app.ops.gated import gated
+from app.ops.norm import rms_norm
 
 UNIT: Final = 16
 """Both sizes of a weight in 8 bits are multiples of this: the tensor cores' tile."""
@@ -121,11 +122,10 @@ def gated_for(gate: Tensor, up: Tensor, weight: Tensor | Quantised) -> Tensor:
 
 def normed_for(x: Tensor, norm: nn.RMSNorm, *weights: Tensor | Quantised) -> Tensor:
     """`norm(x)`, to be multiplied by `weights` and used for nothing else."""
+    assert norm.eps is not None
     if all(isinstance(weight, Quantised) for weight in weights):
-        assert norm.eps is not None
         return cast(Tensor, QuantisedRows(fp8.quantise_normed(x, norm.weight, norm.eps)))
-    out: Tensor = norm(x)
-    return out
+    return rms_norm(x, norm.weight, norm.eps)
 
 
 class _Transposed:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from app.engine.fp8 import gated_for
+from app.ops import norm
 from app.ops.graph import as_node
 
 LOGITS, ROWS = 1 << 19, 128
@@ -34,6 +35,8 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim of x; weight [..., D] broadcasts. The mean is in float32."""
+    if weight.dim() == 1:
+        return norm.rms_norm(x, weight, eps)
     return functional.rms_norm(x, x.shape[-1:], eps=eps) * weight
 
 

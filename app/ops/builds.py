@@ -68,6 +68,7 @@ def needed(needs: Needs, arch: str) -> tuple[Build, ...]:
         found += [Build.of(_OPS / "attention" / "kernel.cu", D=d, BF16=bf16) for d in sorted(needs.heads)]
         found += [one for k, v in sorted(needs.delta) for one in _replay(k, v, bf16, arch)]
         found += [Build.of(_OPS / "gated" / "kernel.cu", BF16=bf16)]
+        found += [Build.of(_OPS / "norm" / "kernel.cu", BF16=bf16, PIECES=pieces) for pieces in (1, 2, 4, 8, 16)]
         if needs.delta:
             found += [Build.of(_OPS / "gdn" / "around.cu", BF16=bf16, J=size) for size in (2, 3, 4)]
     if needs.eight:

@@ -15,6 +15,7 @@ from app.ops.builds import GPUS, Needs, needed, sources
 from app.ops.cuda import Build, Kernel
 from app.ops.gdn import around
 from app.ops.gdn import launch as gdn_launch
+from app.ops.norm import rms_norm
 from app.ops.selection import launch, radix
 from app.ops.selection.geometry import requests as requests_of
 
@@ -147,6 +148,13 @@ def test_rows_in_8_bits_ask_for_nothing_else(asked):
     fp8.quantise_gated(x, x)
     fp8.quantise_normed(x, x[0], 1e-6)
     assert missing(asked, torch.bfloat16, eight=True) == set()
+
+
+@pytest.mark.parametrize("width", [8, 264, 896, 1032, 4096])
+def test_norms_ask_for_nothing_else(asked, width):
+    x = torch.ones(2, width, dtype=torch.bfloat16)
+    rms_norm(x, x[0], 1e-6)
+    assert missing(asked, torch.bfloat16) == set()
 
 
 def test_every_build_names_a_source_that_is_there():
