@@ -147,7 +147,7 @@ class _Gate:
         while True:
             chosen = choose(self._usable(seen, "weights"), self._usable(seen, "vocab"), apart)
             if chosen.weights is None or chosen.vocab is None:
-                raise self._first or self._nothing(seen, chosen)
+                raise self._why(seen, chosen)
             one, other = chosen.weights, chosen.vocab
             weights = self._load(
                 "weights", one, heavy, lambda path: read_weights(path, deployment, device, contracts, self._slots)
@@ -163,7 +163,7 @@ class _Gate:
                 parts = bind(deployment, weights, one, vocab, other)
             except Rejected as error:
                 apart.add((one.digest, other.digest))
-                self._first = self._first or error
+                self._first = self._first or _bare(error)
                 continue
             for (kind, version), why in chosen.waiting.items():
                 self._note(kind, version, State.WAITING, reason=Reason("requires", why))
@@ -190,8 +190,14 @@ class _Gate:
         rejected = {version for (k, version), note in self._notes.items() if k == kind and note.state == State.REJECTED}
         return usable(seen.candidates[kind], seen.ask.get(kind), rejected)
 
+    def _why(self, seen: Survey, chosen: Chosen) -> Rejected:
+        """Why there is no pair to try. Whoever raises that refusal makes its traceback hold all that was loaded: so it
+        is not kept here, or what is refused would stay in memory until it is collected."""
+        first, self._first = self._first, None
+        return first or self._nothing(seen, chosen)
+
     def _nothing(self, seen: Survey, chosen: Chosen) -> Rejected:
-        """Why there is no pair to try, where no version was refused."""
+        """The same, where no version was refused."""
         for kind in ("weights", "vocab"):
             if kind in seen.ask and not any(
                 one.version == seen.ask[kind] and one.manifest for one in seen.candidates[kind]
@@ -230,7 +236,7 @@ class _Gate:
         reason = Reason.of(error, f"{kind}/{version}")
         self._note(kind, version, State.REJECTED, reason=reason)
         if kind != "takedowns":
-            self._first = self._first or Rejected(error.code, error.message, location=reason.location)
+            self._first = self._first or _bare(error, reason.location)
         self._log.error("artifact_rejected", kind=kind, version=version, **reason.document())
 
     def _note(
@@ -254,6 +260,11 @@ class _Gate:
             message = f"the default policy `{found.default}` {why}"
             raise Rejected("no_default_policy", message, location=f"policies/{found.default}.yaml")
         return found
+
+
+def _bare(error: Rejected, location: str | None = None) -> Rejected:
+    """The same refusal without its traceback."""
+    return Rejected(error.code, error.message, location=location or error.location)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
 
 from app.cli.compose import read_deployment
+from app.runtime import loader
 from app.runtime.contract import make_contract
 from app.runtime.in_force import document
 from app.runtime.loader import load_contract, load_root
@@ -192,3 +195,24 @@ def test_the_served_weights_are_the_processes_own(root):
         file.write_bytes(b"")
     (after,) = support.run_batch([job])
     assert before.items.tolist() == after.items.tolist()
+
+
+def test_a_start_that_is_refused_keeps_nothing_in_memory(root, monkeypatch):
+    file = root / "vocab" / "v1" / "items.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    engines, real = [], loader.read_weights
+
+    def read(*args):
+        weights = real(*args)
+        engines.append(weakref.ref(weights.engine))
+        return weights
+
+    monkeypatch.setattr(loader, "read_weights", read)
+    gc.disable()
+    try:
+        assert [reason.code for reason in load(root).reasons] == ["file_digest"]
+        assert [engine() for engine in engines] == [None]
+    finally:
+        gc.enable()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 from app.cli.compose import read_deployment
 from tests import support
 from tests.live_support import live_server
-from tests.runtime.test_cutover import Load, Truth, serving, state_of, weights, world
+from tests.runtime.test_cutover import Load, Truth, edit, serving, state_of, weights, world
 
 
 async def test_a_load_waits_for_a_request_that_still_runs_on_the_oldest_version(tmp_path, monkeypatch):
@@ -74,3 +76,26 @@ async def test_versions_take_turns_in_three_slots(tmp_path):
         assert slot.slots.lent + bool(slot.slots.free_bytes) <= 3
         counters = (await server.status())["counters"]
         assert counters["failed"] == counters["refused"] == 0
+
+
+async def test_a_refused_edit_of_limits_gives_its_weight_slot_back(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        runtime = server.live._runtime
+        slots, contract = runtime.active.engine.slot.slots, runtime.active.contract.id
+        real = runtime.warm
+
+        async def warm(snapshot, plans, **rest):
+            return await real(snapshot, plans, **rest) if snapshot.contract.id == contract else {"base": "it broke"}
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "warm", warm)
+            edit(root, "batch = 16", "batch = 8")
+            status = await server.settles(lambda status: status["deployment"]["state"] == "rejected")
+            assert status["deployment"]["reason"]["code"] == "canary_failed"
+            for number in range(2, 6):  # and versions go on
+                weights(root, f"v{number}", number)
+                status = await server.settles(serving(f"v{number}"))
+            assert status["deployment"]["state"] == "rejected"
+            gc.collect()
+            assert slots.lent == 2
