@@ -72,6 +72,10 @@ class CudaRecorder:
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
+    def free(self) -> int:
+        """See `graphs.Recorder`."""
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
     def end(self, *, fresh: bool) -> None:
         """See `graphs.Recorder`. What the runs before the captures took goes back."""
         self._began = False

@@ -28,6 +28,8 @@ from app.errors import Rejected
 
 KEPT = 8
 """Slots whose graphs are kept although no engine in memory uses them."""
+SPARE = 64 << 20
+"""Bytes that stay free beside another slot's graphs."""
 
 
 class Shape(NamedTuple):
@@ -70,6 +72,9 @@ class Recorder(Protocol):
 
     def used(self) -> int:
         """Bytes of the device's memory that are in use."""
+
+    def free(self) -> int:
+        """Bytes of it that are not."""
 
     def end(self, *, fresh: bool) -> None:
         """All that was to be recorded now is."""
@@ -173,6 +178,7 @@ class Graphs:
         self._sets: dict[tuple[int, ...], _Set] = {}
         self._bound: WeakKeyDictionary[Engine, _Set] = WeakKeyDictionary()
         self._fresh = True
+        self._cost = 0
 
     def prepare(self, engine: Engine) -> Taken:
         """Have a graph for every shape of an engine's steps: those of its slot where they are there already.
@@ -187,6 +193,10 @@ class Graphs:
         if known is not None and known.fits(engine):
             self._bound[engine] = known
             return Taken()
+        if self._cost and self._cost + SPARE > self._recorder.free():
+            # found out in the middle, it would be the batches beside it that find no memory
+            message = f"{self._cost >> 20} MiB are needed for CUDA graphs, {self._recorder.free() >> 20} MiB are free"
+            raise Rejected("no_memory", message, location="deployment.toml: limits")
         began, used = time.monotonic(), self._recorder.used()
         try:
             made = self._captured(engine)
@@ -196,7 +206,8 @@ class Graphs:
             return Taken(refused=error.message)
         self._sets[engine.addresses] = self._bound[engine] = made
         self._trim()
-        return Taken(len(made.by_shape), time.monotonic() - began, max(0, self._recorder.used() - used))
+        self._cost = max(0, self._recorder.used() - used)
+        return Taken(len(made.by_shape), time.monotonic() - began, self._cost)
 
     def _captured(self, engine: Engine) -> _Set:
         fresh, self._fresh = self._fresh, False

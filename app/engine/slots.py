@@ -75,11 +75,13 @@ class Slot:
 class Slots:
     """The slots of one server. One thread takes; any thread may let go (every step of it is one atomic operation).
 
-    most  slots that there may be; None = as many as are asked for (before a server's limits are known)
+    most    slots that there may be; None = as many as are asked for (before a server's limits are known)
+    beside  bytes that a slot takes beside its tensors once it is computed with (captured steps), as far as is known:
+            what the last new one took
     """
 
     def __init__(self, most: int | None = None) -> None:
-        self.most = most
+        self.most, self.beside = most, 0
         self._free: deque[_Memory] = deque()
         self._lent: set[int] = set()
 
@@ -92,6 +94,11 @@ class Slots:
     def full(self) -> bool:
         """Whether every slot that there may be is in use."""
         return self.most is not None and self.lent >= self.most
+
+    @property
+    def new_bytes(self) -> int:
+        """What the next `take` is followed by beside its tensors: `beside`, or nothing where a slot is used again."""
+        return 0 if self._free else self.beside
 
     @property
     def free_bytes(self) -> int:

@@ -176,6 +176,8 @@ class StepLoop:
         graphs = self._lane(snapshot).graphs
         taken = graphs.prepare(snapshot.engine) if graphs else Taken()
         self._metrics.compiles_total.labels("background").inc(taken.graphs)
+        if taken.graphs and snapshot.engine.slot:
+            snapshot.engine.slot.slots.beside = taken.bytes
         return taken
 
     def forget(self, contract_id: str) -> None:

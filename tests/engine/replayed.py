@@ -34,6 +34,7 @@ class Replays:
 
     def __init__(self, kind=Recording):
         self.recorded, self.alone, self.ended, self.replayed, self._kind = 0, 0, 0, 0, kind
+        self.left = 1 << 40
 
     def record(self, run, *, fresh):
         self.recorded += 1
@@ -42,6 +43,9 @@ class Replays:
 
     def used(self):
         return 7 * self.recorded
+
+    def free(self):
+        return self.left
 
     def end(self, *, fresh):
         self.ended += 1

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from app.config import Limits, SidConfig
 from app.core import History, Rows
 from app.engine.families.token_model import TokenModel
-from app.engine.graphs import KEPT, Graphs, Shape, StaticRows, Taken, bucket, buckets, most_rows, plan
+from app.engine.graphs import KEPT, SPARE, Graphs, Shape, StaticRows, Taken, bucket, buckets, most_rows, plan
 from app.engine.registry import family
 from app.engine.slots import Slots
 from app.engine.weights import load
@@ -180,6 +180,20 @@ def test_the_next_weights_of_a_slot_find_its_graphs_and_other_slots_get_their_ow
         assert graphs.prepare(one).graphs == 0
     assert recorder.recorded == 2 * each
     assert not torch.equal(graphs.step(one, 1, rows_at(1)).logits, graphs.step(other, 1, rows_at(1)).logits)
+
+
+def test_another_slots_graphs_are_refused_before_anything_is_captured_where_they_would_not_fit(tmp_path):
+    slots, recorder = Slots(2), Replays(Kept)
+    one, other = (engine_of("onerec", write("onerec", tmp_path / name), slots) for name in "ab")
+    graphs = Graphs(encoded(one, "onerec"), LIMITS, tiny.SIZES, CPU, recorder)
+    taken = graphs.prepare(one)
+    recorder.left = taken.bytes + SPARE - 1
+    with pytest.raises(Rejected, match="for CUDA graphs") as refused:
+        graphs.prepare(other)
+    assert refused.value.code == "no_memory"
+    assert recorder.recorded == taken.graphs
+    recorder.left += 1
+    assert graphs.prepare(other).graphs == taken.graphs
 
 
 @pytest.mark.parametrize("code", ["capture_failed", "no_memory"])

@@ -87,3 +87,12 @@ def test_an_engine_holds_its_slot_for_as_long_as_anybody_computes_with_it(tmp_pa
     del step
     gc.collect()
     assert slots.lent == 0
+
+
+def test_what_a_new_slot_takes_beside_its_tensors_is_said_only_while_the_next_one_is_new():
+    slots = Slots(most=2)
+    held = slots.take(LAYOUT)
+    slots.beside = 1000
+    assert slots.new_bytes == 1000
+    held.release()
+    assert slots.new_bytes == 0

@@ -433,6 +433,24 @@ def test_a_batch_is_served_by_captured_steps_where_there_are_some():
     assert moved.prepare(snapshot).graphs == 0, "state that moves from buffer to buffer has no fixed place"
 
 
+def test_one_engine_under_two_contracts_replays_into_the_state_memory_of_each():
+    deployment, _, snapshot = world(policies={"w": widths(7, 7, 7)})
+    other = replace(snapshot, contract=replace(snapshot.contract, id="another"))
+    recorders = [Replays(), Replays()]
+    made = iter(recorders)
+    loop = StepLoop(lambda: 0.0, Metrics(), recorder=lambda _: next(made))
+    assert loop.prepare(snapshot).graphs == loop.prepare(other).graphs > 0
+    [expected] = support.run_batch([support.job_of(snapshot, deployment, ("i1",), policy="w", k=7)])
+    for turn, mine in enumerate((snapshot, other, snapshot)):
+        theirs = other if mine is snapshot else snapshot
+        kept = loop._lanes[theirs.contract.id].transition.arena
+        before = {name: tensor.clone() for name, tensor in kept.items()}
+        [end] = loop.serve(Batch((support.job_of(mine, deployment, ("i1",), policy="w", k=7),)))
+        assert end.result.items.tolist() == expected.items.tolist()
+        assert all(torch.equal(kept[name], tensor) for name, tensor in before.items())
+        assert [one.replayed for one in recorders] == [[3, 0], [3, 3], [6, 3]][turn]
+
+
 def test_bad_numbers_of_a_final_list_are_counted():
     deployment, _, snapshot = world()
     final = "widebeam: 1\nfinal:\n  score: score + log(position - 3)\n"
