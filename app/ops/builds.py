@@ -14,7 +14,10 @@ from typing import Final, NamedTuple
 
 import torch
 
+from app.ops.attention import context
+from app.ops.attention import launch as attention
 from app.ops.cuda import Build, files
+from app.ops.gdn import launch as gdn
 from app.ops.selection.geometry import STATIC, Geometry, candidates, first_cluster, fitted
 from app.ops.selection.launch import NORMS, SOURCE, TYPES, defines
 
@@ -45,7 +48,7 @@ GPUS: Final = {
 class Needs:
     """What a deployment computes with.
 
-    dtype   of the model's logits and keys · heads: the head dims of its prefixes
+    dtype   of the model's logits and keys · heads: the head dims of its prefixes · positions: of the longest prefix
     delta   (K, V) of its Gated DeltaNet layers
     sizes   C_1..C_L · width: widest rows or survivors of a request · batch: requests of a batch
     eight   whether projections are in 8 bits
@@ -58,6 +61,7 @@ class Needs:
     width: int
     batch: int
     eight: bool = False
+    positions: int = 1
 
 
 def needed(needs: Needs, arch: str) -> tuple[Build, ...]:
@@ -65,8 +69,13 @@ def needed(needs: Needs, arch: str) -> tuple[Build, ...]:
     bf16 = int(needs.dtype == torch.bfloat16)
     found: list[Build] = []
     if needs.dtype != torch.float32:
-        found += [Build.of(_OPS / "attention" / "kernel.cu", D=d, BF16=bf16) for d in sorted(needs.heads)]
-        found += [one for k, v in sorted(needs.delta) for one in _replay(k, v, bf16, arch)]
+        for dim in sorted(needs.heads):
+            if attention.shape_unfit(dim, 1) is None:
+                found += [Build.of(_OPS / "attention" / "kernel.cu", D=dim, BF16=bf16)]
+            if context.shape_unfit(dim, arch) is None:
+                found += [Build.of(context.SOURCE, context.ARCH, D=dim, BF16=bf16)]
+        for k, v in sorted(needs.delta):
+            found += _replay(k, v, bf16, arch) if gdn.shape_unfit(k, v) is None else ()
         found += [Build.of(_OPS / "gated" / "kernel.cu", BF16=bf16)]
         found += [Build.of(_OPS / "norm" / "kernel.cu", BF16=bf16, PIECES=pieces) for pieces in (1, 2, 4, 8, 16)]
         if needs.delta:
@@ -81,15 +90,28 @@ def needed(needs: Needs, arch: str) -> tuple[Build, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def by_torch(needs: Needs, arch: str) -> dict[str, str]:
+    """The operators that torch computes although there are kernels for other shapes or architectures: why, by name.
+    Empty in float32, where no model has kernels."""
+    if needs.dtype == torch.float32:
+        return {}
+    reasons = [("prefix attention", attention.shape_unfit(d, needs.positions)) for d in sorted(needs.heads)]
+    reasons += [("context attention", context.shape_unfit(d, arch)) for d in sorted(needs.heads)]
+    reasons += [("replay of records", gdn.shape_unfit(k, v)) for k, v in sorted(needs.delta)]
+    found: dict[str, str] = {}
+    for name, reason in reasons:
+        if reason is not None:
+            found[name] = f"{found[name]}; {reason}" if name in found else reason
+    return found
+
+
 def _replay(k: int, v: int, bf16: int, arch: str) -> Iterator[Build]:
     """`gdn/kernel.cu` as `gdn.launch` chooses it; either dtype of the output."""
-    from app.ops.gdn.launch import staged  # noqa: PLC0415  beside what it sizes
-
-    wgmma, columns = arch == "sm_90", 128 if k == 128 else 64
+    wgmma, columns, stage = arch == "sm_90", 128 if k == 128 else 64, gdn.staged(k, GPUS[arch].processor)
     for out32 in (0, 1):
         yield Build.of(
             _OPS / "gdn" / "kernel.cu", "sm_90a" if wgmma else "",
-            K=k, V=v, VT=columns, BF16=bf16, OUT32=out32, WGMMA=int(wgmma), STAGED=int(staged(k, GPUS[arch].processor)),
+            K=k, V=v, VT=columns, BF16=bf16, OUT32=out32, WGMMA=int(wgmma), STAGED=int(stage),
         )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from app.core import Contract
 from app.engine.graphs import buckets, most_rows
 from app.errors import Rejected
 from app.ops import nvrtc
-from app.ops.builds import GPUS, Needs, needed, sources
+from app.ops.builds import GPUS, Needs, by_torch, needed, sources
 from app.ops.cuda import Build
 from app.vocab.manifest import read_file, read_manifest
 from app.vocab.publish import Published, check_free, commit, draft
@@ -97,6 +97,11 @@ def of_contract(contract: Contract, arch: str) -> Engine:
     builds = needed(_needs(contract), arch)
     digests = {_name(one): hashlib.sha256(one.read_bytes()).hexdigest() for one in sources(builds)}
     return Engine(Identity(contract.id, arch, versions(), digests, _plan(contract)), builds)
+
+
+def left_to_torch(contract: Contract, arch: str) -> dict[str, str]:
+    """The operators of a contract that torch computes on an architecture although there are kernels: why, by name."""
+    return by_torch(_needs(contract), arch)
 
 
 def versions() -> dict[str, str]:
@@ -178,12 +183,13 @@ def _needs(contract: Contract) -> Needs:
     }
     return Needs(
         dtype=torch.float32 if contract.precision == "float32" else dtype,
-        heads=frozenset(d for d in heads if d % 8 == 0 and d <= 256),
-        delta=frozenset((k, v) for k, v in delta if k in {128, 256} and v % 128 == 0),
+        heads=frozenset(heads),
+        delta=frozenset(delta),
         sizes=contract.sizes,
         width=max(contract.limits.widths),
         batch=contract.limits.batch,
         eight=contract.precision == "fp8",
+        positions=len(contract.steps) if heads else 1,
     )
 
 

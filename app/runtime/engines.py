@@ -55,6 +55,13 @@ class Engines:
         used = [one.version for one in self._notes.values() if one.state == State.ACTIVE]
         return {"artifact": used[-1] if used else None, "compilations": cuda.compilations()}
 
+    def left_to_torch(self, contract: Contract, device: torch.device) -> dict[str, str]:
+        """The status's `by_torch`: operators of a contract that no kernel takes here, why by name. Empty where none of
+        our kernels runs, which `kernels` says."""
+        if cuda.unfit(device) is not None:
+            return {}
+        return engine_artifact.left_to_torch(contract, cuda.architecture(device))
+
     def documents(self) -> list[dict[str, object]]:
         """The engines among the status's `artifacts`: those that were looked at, and the others as discovered."""
         found = {one.version: one for one in versions(self._root, "engine")}

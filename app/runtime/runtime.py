@@ -400,6 +400,9 @@ class Runtime:
         """The compiled engines among the status's `artifacts`."""
         return self._engines.documents() if self._engines else []
 
+    def _by_torch(self, active: Snapshot) -> dict[str, str]:
+        return self._engines.left_to_torch(active.contract, active.engine.device) if self._engines else {}
+
     def status(self) -> dict[str, object]:
         """See `front.Front`."""
         active, reasons = self._pins.active, self.reasons()
@@ -410,6 +413,7 @@ class Runtime:
             "uptime_s": round(self._clock() - self._began, 3),
             "device": loaded.device if loaded else self._deployment.device,
             "kernels": active.engine.kernels if active else None,
+            "by_torch": self._by_torch(active) if active else {},
             "active": _active(active) if active else None,
             "engine": self._engines.document() if self._engines else None,
             "artifacts": [*([artifact.document() for artifact in loaded.artifacts] if loaded else []), *self.engines()],

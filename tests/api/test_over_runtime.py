@@ -149,6 +149,6 @@ async def test_the_status_document_has_what_its_readers_rely_on(root):
     async with serving(root) as (addresses, _, _):
         await ask(addresses.public, body(["i1"]))
         document = (await get(addresses.admin, "/admin/v1/status")).json()
-    assert {"ready", "reasons", "uptime_s", "device", "kernels", "active", "artifacts", "policies", "experiments",
-            "queue", "history", "counters"} <= set(document)  # fmt: skip
+    assert {"ready", "reasons", "uptime_s", "device", "kernels", "by_torch", "active", "artifacts", "policies",
+            "experiments", "queue", "history", "counters"} <= set(document)  # fmt: skip
     assert document["counters"]["executed"] == 1

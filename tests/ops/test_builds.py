@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.ops import cuda, fp8, selection, trie
+from app.ops.attention import context
 from app.ops.attention import launch as attention_launch
-from app.ops.builds import GPUS, Needs, needed, sources
+from app.ops.builds import GPUS, Needs, by_torch, needed, sources
 from app.ops.cuda import Build, Kernel
 from app.ops.gdn import around
 from app.ops.gdn import launch as gdn_launch
@@ -127,6 +128,30 @@ def test_prefixes_ask_for_nothing_else(asked, dtype, positions):
         attention_launch._shape(torch.device("cuda:0"), 64, 4, positions, bf16=dtype == torch.bfloat16, compact=compact)
     attention_launch._shape.cache_clear()
     assert missing(asked, dtype) == set()
+
+
+@pytest.mark.parametrize("dim", context.HEADS)
+def test_contexts_ask_for_nothing_else(asked, dim):
+    asked.arch = "sm_90"
+    context._kernel.__wrapped__(torch.device("cuda:0"), dim, bf16=True)
+    assert missing(asked, torch.bfloat16, heads=frozenset({dim})) == set()
+
+
+def test_what_no_kernel_takes_is_said_by_name_and_makes_no_build():
+    needs = Needs(torch.bfloat16, frozenset({36, 96}), frozenset({(64, 128), (128, 128)}), SIZES, WIDTH, BATCH,
+                  positions=9)  # fmt: skip
+    assert by_torch(needs, "sm_90") == {
+        "prefix attention": "head dim 36; multiples of 8 up to 256 are served; 9 positions; at most 8 are served",
+        "context attention": "head dim 36; 64 and 128 are served; head dim 96; 64 and 128 are served",
+        "replay of records": "K 64, V 128; K 128 or 256 and V a multiple of 128 are served",
+    }
+    built = {(one.source.parent.name, one.source.name, *dict(one.define).values()) for one in needed(needs, "sm_90")}
+    assert {one[2:] for one in built if one[:2] == ("attention", "kernel.cu")} == {(1, 96)}
+    assert not any(one[:2] == ("attention", "context.cu") for one in built)
+    served = Needs(torch.bfloat16, frozenset({64}), frozenset(), SIZES, WIDTH, BATCH, positions=4)
+    assert by_torch(served, "sm_90") == {}
+    assert by_torch(served, "sm_80") == {"context attention": "sm_80; its products are those of sm_90"}
+    assert by_torch(Needs(torch.float32, frozenset({36}), frozenset(), SIZES, WIDTH, BATCH), "sm_90") == {}
 
 
 @pytest.mark.parametrize("arch", sorted(GPUS))

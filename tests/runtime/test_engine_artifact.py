@@ -126,6 +126,16 @@ def test_without_an_engine_everything_is_compiled_before_the_first_batch(deploye
     assert engines.documents() == []
 
 
+def test_a_server_says_what_torch_computes_although_there_are_kernels(deployed, tmp_path, gpu, monkeypatch):
+    contract = deployed[1]
+    engines, _ = served(tmp_path, contract)
+    monkeypatch.setattr(cuda, "architecture", lambda _: "sm_80")
+    assert engines.left_to_torch(contract, torch.device("cpu"))["context attention"].startswith("sm_80")
+    assert {"attention/kernel.cu"} <= {one.name for one in gpu}
+    monkeypatch.setattr(cuda, "unfit", lambda _: "CuPy is not installed")
+    assert engines.left_to_torch(contract, torch.device("cpu")) == {}
+
+
 @pytest.mark.parametrize("package", sorted(HERE))
 def test_an_engine_made_with_another_version_is_refused_with_the_field_and_both_values(
     package, deployed, tmp_path, gpu, monkeypatch

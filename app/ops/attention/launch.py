@@ -37,9 +37,16 @@ def unfit(q: Tensor, v: Tensor, positions: int) -> str | None:
         return reason
     if q.dtype not in {torch.bfloat16, torch.float16}:
         return f"q: {q.dtype}; bfloat16 and float16 are served"
-    if q.shape[2] % 8 or not 0 < q.shape[2] <= 256 or v.shape[2] != q.shape[2]:
-        return f"q: head dim {q.shape[2]}, v: {v.shape[2]}; equal multiples of 8 up to 256 are served"
-    return f"ancestry: {positions} positions; at most {POSITIONS}" if positions > POSITIONS else None
+    if v.shape[2] != q.shape[2]:
+        return f"q: head dim {q.shape[2]}, v: {v.shape[2]}; equal ones are served"
+    return shape_unfit(q.shape[2], positions)
+
+
+def shape_unfit(dim: int, positions: int) -> str | None:
+    """Why the kernel takes no heads of a dim, or not so many positions; None where it does."""
+    if dim % 8 or not 0 < dim <= 256:
+        return f"head dim {dim}; multiples of 8 up to 256 are served"
+    return f"{positions} positions; at most {POSITIONS} are served" if positions > POSITIONS else None
 
 
 def attend(

@@ -43,11 +43,18 @@ def unfit(window: Tensor, s_ctx: Tensor, records: Records, *, key_heads: int, an
         return reason
     if window.dtype not in _INPUTS:
         return f"window: {window.dtype}; bfloat16 and float16 are served"
-    if k not in {128, 256} or v % 128 or hv % key_heads:
-        return f"s_ctx: {hv} value heads over {key_heads} key heads, K {k}, V {v}; K 128 or 256, V a multiple of 128"
+    if hv % key_heads:
+        return f"s_ctx: {hv} value heads over {key_heads} key heads; equal shares are served"
+    if (reason := shape_unfit(k, v)) is not None:
+        return f"s_ctx: {reason}"
     if s_ctx.dtype != torch.float32 or records.delta.dtype != torch.float16 or records.k.dtype != torch.float16:
         return "s_ctx and records: float32 and float16 are served"
     return f"ancestry: {ancestors} ancestors; at most {DEPTH}" if ancestors > DEPTH else None
+
+
+def shape_unfit(k: int, v: int) -> str | None:
+    """Why there is no kernel for states [K, V]; None where there is."""
+    return f"K {k}, V {v}; K 128 or 256 and V a multiple of 128 are served" if k not in {128, 256} or v % 128 else None
 
 
 def fused_replay(

@@ -1,0 +1,291 @@
+// Attention of the rows of each request over its context, keys and values read where they lie: flash attention on warpgroup
+// products, for sm_90a. Ragged over rows and positions.
+//
+// build: D=64,128 BF16=0,1 arch=sm_90a
+//
+// -DD head dim, 64 or 128; -DBF16 (0: float16).
+//
+// A block: ROWS queries of one request and one key head. Where a key head has a group of query heads, queries are counted
+// row by row and head by head inside, so that all of them share the keys in shared memory. Keys and values come in tiles of
+// KEYS through STAGES places, rows of 128 bytes swizzled as the products want them (PTX ISA, "Shared memory matrix layout");
+// of head dim 128 each half is a plane of its own. A warpgroup has 64 queries: their fragments and its output stay in
+// registers, and so do the probabilities, which are laid out as the next product takes them.
+//
+// The product of a tile's probabilities with its values is under way together with that of the queries with the next keys.
+// A place is filled two tiles ahead: all warpgroups are then behind the product that read it last. The running maximum is
+// only raised where a row's scores exceed it by more than 2^8: the sums stay far from overflow, and most tiles need no
+// rescaling of the output.
+
+// part: prelude/half.cuh
+
+#ifndef GROUPS
+#define GROUPS 2                  // warpgroups of a block
+#define BLOCKS (D == 64 ? 2 : 1)  // blocks of a processor
+#endif
+#define THREADS (128 * GROUPS)
+#define ROWS (64 * GROUPS)
+#define KEYS 64
+#define STAGES 4
+#define PLANES (D / 64)
+#define PLANE (KEYS * 128)  // bytes
+#define STAGE (2 * PLANES * PLANE)
+#define EACH (THREADS / (D / 8))  // keys that all threads fetch at a time
+#define ALL 0xffffffffu
+#define INFINITE __int_as_float(0x7f800000)
+#define LOG2E 1.4426950408889634f
+#define SLACK 8.f
+
+#if BF16
+#define TYPES "bf16.bf16"
+#else
+#define TYPES "f16.f16"
+#endif
+
+#define LIST(x)                                                                                                          \
+    x(0, 0), x(0, 1), x(0, 2), x(0, 3), x(1, 0), x(1, 1), x(1, 2), x(1, 3), x(2, 0), x(2, 1), x(2, 2), x(2, 3), x(3, 0), \
+        x(3, 1), x(3, 2), x(3, 3), x(4, 0), x(4, 1), x(4, 2), x(4, 3), x(5, 0), x(5, 1), x(5, 2), x(5, 3), x(6, 0),      \
+        x(6, 1), x(6, 2), x(6, 3), x(7, 0), x(7, 1), x(7, 2), x(7, 3)
+#define SUMMED(j, e) "+f"(y[j][e])
+#define MADE(j, e) "=f"(y[j][e])
+
+// y is or becomes the sum of itself and a, 64 rows by 16, times 16 rows by 64 columns of shared memory. transposed: the
+// numbers of a column lie 128 bytes apart.
+#define PRODUCT(name, kept, transposed, add)                                                                             \
+    __device__ __forceinline__ void name(float (&y)[8][4], const u32 (&a)[4], u64 b) {                                   \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, " add                                                                \
+                     ", 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPES                                            \
+                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"  \
+                     "%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, " transposed ";}"                       \
+                     : LIST(kept)                                                                                        \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                              \
+    }
+PRODUCT(first_keys, MADE, "0", "0")
+PRODUCT(more_keys, SUMMED, "0", "1")
+PRODUCT(values, SUMMED, "1", "1")
+
+__device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void finish() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Swizzled rows of 128 bytes, eights of rows 1024 bytes apart.
+__device__ __forceinline__ u64 descriptor(u32 at) { return (u64)(at >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// 16 bytes to shared memory, or zeros.
+__device__ __forceinline__ void fetch(u32 to, const u16* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+// A thread's part of the tiles: where its next piece of keys and of values comes from and goes to.
+struct Fetch {
+    const u16 *keys, *values;
+    u32 to;    // in the first place
+    int key;   // its position in the next tile
+};
+
+// The next tile into place `at`; zeros from `count` on.
+__device__ __forceinline__ void fetch_tile(Fetch& x, u32 at, int count, i64 k_position, i64 v_position) {
+    const u32 to = x.to + at * STAGE;
+#pragma unroll
+    for (int i = 0; i < KEYS / EACH; i++) {
+        const bool there = x.key + i * EACH < count;
+        const i64 key = there ? i * EACH : 0;
+        fetch(to + i * EACH * 128, x.keys + key * k_position, there);
+        fetch(to + i * EACH * 128 + STAGE / 2, x.values + key * v_position, there);
+    }
+    x.key += KEYS, x.keys += KEYS * k_position, x.values += KEYS * v_position;
+}
+
+__device__ __forceinline__ float most_of_quad(float x) {
+    x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
+    return fmaxf(x, __shfl_xor_sync(ALL, x, 2));
+}
+
+__device__ __forceinline__ float sum_of_quad(float x) {
+    x += __shfl_xor_sync(ALL, x, 1);
+    return x + __shfl_xor_sync(ALL, x, 2);
+}
+
+// Words j of four lanes become the four words of lane j.
+__device__ __forceinline__ uint4 turned(u32 a, u32 b, u32 c, u32 d) {
+    const bool one = threadIdx.x & 1, two = threadIdx.x & 2;
+    const u32 ab = __shfl_xor_sync(ALL, one ? a : b, 1), cd = __shfl_xor_sync(ALL, one ? c : d, 1);
+    a = one ? ab : a, b = one ? b : ab, c = one ? cd : c, d = one ? d : cd;
+    const u32 ac = __shfl_xor_sync(ALL, two ? a : c, 2), bd = __shfl_xor_sync(ALL, two ? b : d, 2);
+    return two ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
+}
+
+// A warpgroup's share of the softmax over the tiles so far, two rows a thread: lane / 4 and 8 more of its warp's 16.
+struct Rows {
+    float y[PLANES][8][4];  // the output, times the sum
+    float most[2], sum[2];
+    u32 p[KEYS / 16][4];  // the last tile's probabilities
+};
+
+// The probabilities of a tile from its scores, while the product before it may be under way; here it ends.
+__device__ __forceinline__ void weigh(Rows& x, const float (&s)[8][4], float factor, int left) {
+    float w[8][4], by[2] = {1.f, 1.f};
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) w[j][e] = s[j][e];
+    if (left < KEYS) {
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (8 * j + 2 * (threadIdx.x % 4) + e % 2 >= left) w[j][e] = -INFINITE;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float here = -INFINITE;
+#pragma unroll
+        for (int j = 0; j < 8; j++) here = fmaxf(here, fmaxf(w[j][2 * half], w[j][2 * half + 1]));
+        here = most_of_quad(here);
+        if (__any_sync(ALL, (here - x.most[half]) * factor > SLACK)) {
+            const float raised = fmaxf(here, x.most[half]);
+            by[half] = raised == -INFINITE ? 1.f : exp2f((x.most[half] - raised) * factor);
+            x.most[half] = raised;
+            x.sum[half] *= by[half];
+        }
+        const float less = x.most[half] == -INFINITE ? 0.f : x.most[half] * factor;
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; e++) {
+                w[j][e] = exp2f(w[j][e] * factor - less);
+                x.sum[half] += w[j][e];
+            }
+    }
+    finish<0>();
+    if (__any_sync(ALL, by[0] != 1.f || by[1] != 1.f)) {
+#pragma unroll
+        for (int plane = 0; plane < PLANES; plane++)
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) x.y[plane][j][e] *= by[e / 2];
+    }
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) x.p[i][e] = pack(w[2 * i + e / 2][e % 2 * 2], w[2 * i + e / 2][e % 2 * 2 + 1]);
+}
+
+__device__ __forceinline__ void start_scores(float (&s)[8][4], const u32 (&q)[D / 16][4], u64 keys) {
+    begin();
+    first_keys(s, q[0], keys);
+#pragma unroll
+    for (int i = 1; i < D / 16; i++) more_keys(s, q[i], keys + i / 4 * (PLANE >> 4) + i % 4 * 2);
+    commit();
+}
+
+__device__ __forceinline__ void start_output(Rows& x, u64 at) {
+    begin();
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; i++)
+#pragma unroll
+        for (int plane = 0; plane < PLANES; plane++) values(x.y[plane], x.p[i], at + plane * (PLANE >> 4) + i * 128);
+    commit();
+}
+
+// q            row n at n * q_row elements, [H, D] inside
+// k, v         request r's position i at r * *_request + i * *_position elements, [Hkv, D] inside
+// length       [R] positions of a request; row_start [R + 1]
+// out          [N, H, D]; 0 where a request has no position
+// lse          [H, N] float32; -inf there
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) context(
+    i64 q, i64 k, i64 v, const int* length, const int* row_start, i64 out, float* lse, i64 q_row, i64 k_request,
+    i64 k_position, i64 v_request, i64 v_position, i64 rows, i64 heads, i64 key_heads, i64 positions, i64 tiles,
+    float scale) {
+    extern __shared__ char memory[];
+    const u32 places = (shared_address(memory) + 1023) & ~1023u;
+    const int first = blockIdx.x % (u32)tiles * ROWS, rest = blockIdx.x / (u32)tiles, key_head = rest % (u32)key_heads;
+    const int request = rest / (u32)key_heads, group = (u32)heads / (u32)key_heads, begins = row_start[request];
+    const int queries = (row_start[request + 1] - begins) * group, given = length[request];
+    if (first >= queries) return;
+    const int count = given < 0 ? 0 : given < positions ? given : (int)positions, steps = (count + KEYS - 1) / KEYS;
+    const int warp = threadIdx.x / 32, c = threadIdx.x % 4, mine = first + warp * 16 + threadIdx.x % 32 / 4;
+
+    const int key = threadIdx.x / (D / 8), piece = threadIdx.x % (D / 8);
+    Fetch from = {(const u16*)k + request * k_request + key_head * D + key * k_position + piece * 8,
+                  (const u16*)v + request * v_request + key_head * D + key * v_position + piece * 8,
+                  places + piece / 8 * PLANE + key * 128 + (piece % 8 ^ key % 8) * 16, key};
+    auto fetch_next = [&](int step) {
+        if (step < steps) fetch_tile(from, step % STAGES, count, k_position, v_position);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    auto arrived = [&](int step) {
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncthreads();
+        fetch_next(step + 2);
+    };
+    fetch_next(0), fetch_next(1);
+    if (first + warp / 4 * 64 >= queries) {  // a warpgroup without queries
+        for (int step = 0; step < steps; step++) arrived(step);
+        return;
+    }
+
+    u32 asked[D / 16][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int at = min(mine + 8 * half, queries - 1), row = begins + at / group, head = key_head * group + at % group;
+        const u32* own = (const u32*)((const u16*)q + row * q_row + head * D) + c;
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) asked[i][half] = __ldg(own + 8 * i), asked[i][2 + half] = __ldg(own + 8 * i + 4);
+    }
+    Rows x;
+#pragma unroll
+    for (int plane = 0; plane < PLANES; plane++)
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) x.y[plane][j][e] = 0.f;
+    x.most[0] = x.most[1] = -INFINITE, x.sum[0] = x.sum[1] = 0.f;
+    const float factor = scale * LOG2E;
+    const u64 tile = descriptor(places);
+    if (steps) {
+        float s[8][4];
+        arrived(0);
+        start_scores(s, asked, tile);
+        finish<0>();
+        weigh(x, s, factor, count);
+    }
+#pragma unroll 1
+    for (int step = 1; step < steps; step++) {
+        float s[8][4];
+        arrived(step);
+        start_scores(s, asked, tile + step % STAGES * (STAGE >> 4));
+        start_output(x, tile + (step - 1) % STAGES * (STAGE >> 4) + (STAGE / 2 >> 4));
+        finish<1>();
+        weigh(x, s, factor, count - step * KEYS);
+    }
+    if (steps) start_output(x, tile + (steps - 1) % STAGES * (STAGE >> 4) + (STAGE / 2 >> 4));
+    finish<0>();
+
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int at = mine + 8 * half, head = key_head * group + at % group;
+        const i64 row = begins + at / group;
+        const bool live = at < queries;
+        const float whole = sum_of_quad(x.sum[half]), by = count ? 1.f / whole : 0.f;
+        if (c == 0 && live) lse[head * rows + row] = count ? x.most[half] * scale + logf(whole) : -INFINITE;
+        u16* to = (u16*)out + (row * heads + head) * D + 8 * c;
+#pragma unroll
+        for (int plane = 0; plane < PLANES; plane++)
+#pragma unroll
+            for (int j = 0; j < 8; j += 4) {
+                u32 w[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    w[i] = pack(x.y[plane][j + i][2 * half] * by, x.y[plane][j + i][2 * half + 1] * by);
+                const uint4 done = turned(w[0], w[1], w[2], w[3]);
+                if (live) store(to + plane * 64 + j * 8, done);
+            }
+    }
+}
