@@ -70,7 +70,8 @@ def summary(parts: Sequence[Row]) -> Row:
     """The figures of one mode."""
     found = [Samples.of(part) for part in parts]
     steady = [[b for s in found for b in s.blocks(s.stretch == n)] for n in (1, 3)]
-    during = [b for s in found for b in s.blocks(s.overlaps & (s.stretch == 2))]
+    during = [b for s in found for b in s.blocks(s.overlaps(s.windows) & (s.stretch == 2))]
+    first = [b for s in found for b in s.blocks(s.overlaps(s.first) & (s.stretch == 0))]
     both = steady[0] + steady[1]
     updates = [one for part in parts for one in part["updates"]]
     holds = [one["hold_ms"] for one in updates if one["hold_ms"] is not None]
@@ -78,7 +79,9 @@ def summary(parts: Sequence[Row]) -> Row:
     clients = [client for part in parts for client in part["clients"]]
     return {
         "updates": len(updates),
+        "asked": sum(part["asked"] for part in parts),
         "parts": len(parts),
+        "trouble": [one for part in parts for one in part["trouble"]],
         "requests": {"sent": sum(c["sent"] for c in clients), "steady": sum(map(len, both)),
                      "overlapping": sum(map(len, during))},
         "failed": sum(c["sent"] - c["answered"] for c in clients),
@@ -90,6 +93,8 @@ def summary(parts: Sequence[Row]) -> Row:
         "during_ms": {name: quantile(during, q) for name, q in QUANTILES.items()} if during else {},
         "ratio": {name: ratio(during, both, q) for name, q in QUANTILES.items()} if during else {},
         "aa": {name: ratio(steady[1], steady[0], q) for name, q in QUANTILES.items()},
+        "p99_by_part": [_of_part(one, 0.99) for one in found],
+        "first_ms": {name: quantile(first, q) for name, q in QUANTILES.items()} if first else {},
         "hold_ms": {name: float(np.quantile(holds, q)) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1))}
         if holds else {},
         "batch_ms": {name: float(np.quantile(batches, q)) for name, q in (("p50", 0.5), ("p99", 0.99))},
@@ -100,12 +105,22 @@ def summary(parts: Sequence[Row]) -> Row:
     }  # fmt: skip
 
 
+def _of_part(samples: Samples, q: float) -> float:
+    """During / steady of one part alone; 0 where it has no updates."""
+    during = samples.latency[samples.overlaps(samples.windows) & (samples.stretch == 2)]
+    steady = samples.latency[(samples.stretch == 1) | (samples.stretch == 3)]
+    return quantile([during], q) / quantile([steady], q) if len(during) else 0.0
+
+
 def write_report(parts: Sequence[Row], out: Path) -> str:
     """Write OUT.json, OUT.svg and OUT.md; the text of the last."""
+    if any(part["setting"] != parts[0]["setting"] for part in parts):
+        raise SystemExit("parts of different settings are not pooled")
     modes = {mode: [part for part in parts if part["mode"] == mode] for mode in ("live", "naive")}
     found = {mode: summary(some) for mode, some in modes.items() if some}
     out.with_suffix(".json").write_text(json.dumps(
         {"summary": found, "setting": parts[0]["setting"], "machine": parts[0]["machine"],
+         "kernels": parts[0]["kernels"], "graphs": [part["graphs"] for part in parts],
          "notes": sorted({part["note"] for part in parts if part["note"]})}, indent=1) + "\n")  # fmt: skip
     out.with_suffix(".svg").write_text(plot({mode: some[0] for mode, some in modes.items() if some}))
     text = markdown(parts, found, out.name)
@@ -122,16 +137,28 @@ def markdown(parts: Sequence[Row], found: Row, name: str) -> str:
         "# Cutovers under load\n",
         f"Made by `widebeam bench cutover`. qwen3, {s['layers']} layers, d {s['hidden']}, {s['gigabytes']} GB of\n"
         f"float32 weights on the disk, {s['items']:,} items, W {s['width']}, device {s['device']}.\n"
-        f"{m['cpu']}, {m['cores']} cores, load before {m['load_before']}; {versions};\n"
+        f"{_device(m)}kernels: {parts[0]['kernels']}; CUDA graphs {_graphs(parts)}.\n"
+        f"{m['cpu']}, {m['cores']} cores a part, load before {m['load_before']}; {versions};\n"
         f"commit {m['commit'] or 'unknown'}.\n",
         *(f"**{note}**\n" for note in notes),
+        *(f"**Cut short: {one}**\n" for mode in found.values() for one in mode["trouble"]),
         _figures(found),
         "\nRatios at a quantile, with 95 % of a bootstrap over blocks of three seconds. During: requests that overlap\n"
         "an update, from its publication to a quarter of a second after the version before gave its memory back.\n"
-        "A/A: the second steady stretch against the first.\n",
+        "A/A: the second steady stretch against the first. The first updates of a server fill its weight slots and, on\n"
+        "a GPU, capture their graphs; they come before the stretches and are in no other row.\n",
         f"![p99 over time]({name}.svg)\n",
     ]
     return "\n".join(lines)
+
+
+def _device(found: Row) -> str:
+    return f"{found['gpu']}, " if found.get("gpu") else ""
+
+
+def _graphs(parts: Sequence[Row]) -> str:
+    taken = [line["graphs"] for part in parts for line in part["graphs"]]
+    return f"{max(taken)} a slot" if taken else "none"
 
 
 def _figures(found: Row) -> str:
@@ -142,7 +169,7 @@ def _figures(found: Row) -> str:
         return [title, *(cell(one) for one in found.values())]
 
     rows = [
-        row("parts, updates", lambda f: f"{f['parts']}, {f['updates']}"),
+        row("parts, updates", lambda f: f"{f['parts']}, {f['updates']} of {f['asked']}"),
         row("seconds between updates, median", lambda f: str(f["apart_s"])),
         row("preparing, median ms", lambda f: ", ".join(f"{k} {v}" for k, v in f["prepare_ms"].items())),
         row("saturation, requests/s", lambda f: ", ".join(map(str, f["saturation_per_s"]))),
@@ -156,6 +183,8 @@ def _figures(found: Row) -> str:
         *(row(f"during {q} ms", lambda f, q=q: f"{f['during_ms'].get(q, 0):.2f}") for q in QUANTILES),
         *(row(f"during / steady, {q}", lambda f, q=q: three(f["ratio"][q]) if f["ratio"] else "") for q in QUANTILES),
         *(row(f"A/A, {q}", lambda f, q=q: three(f["aa"][q])) for q in QUANTILES),
+        row("during / steady p99 of each part", lambda f: ", ".join(f"{v:.2f}" for v in f["p99_by_part"])),
+        row("first updates p50, p99, p99.9 ms", lambda f: ", ".join(f"{v:.2f}" for v in f["first_ms"].values())),
         row("hold p50, p99, max ms", lambda f: ", ".join(f"{v:.2f}" for v in f["hold_ms"].values())),
         row("batch p50, p99 ms", lambda f: ", ".join(f"{v:.2f}" for v in f["batch_ms"].values())),
         row("clients sent late, p99 ms", lambda f: f"{f['late_p99_ms']:.2f}"),

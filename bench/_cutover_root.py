@@ -9,8 +9,11 @@ Versions are hard links to the same files with a manifest of their own, so one a
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from app.engine.families.base import ModelFiles
 from app.engine.registry import family
 from app.vocab.artifact import save_vocab
 from app.vocab.items import Strings, Table
-from app.vocab.manifest import FileEntry, Kind, read_manifest
+from app.vocab.manifest import FileEntry, Kind, read_manifest, version_key
 from app.vocab.publish import Draft, commit, draft
 
 SPECIAL = 3
@@ -33,6 +36,11 @@ SCALES = (0.5, 1.0, 2.0)
 COMMON = 1000
 """Items that have the same id in every content."""
 BLOCK = 16 << 20
+HEAVY: tuple[Kind, ...] = ("weights", "vocab")
+KEPT = 4
+"""Versions of a kind that stay on the disk, at least."""
+QUEUE = 8192
+"""Requests that may wait: everybody is answered, however long that takes, and counts."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,8 @@ widths: {widths}
 
 
 def make_root(work: Path, setting: Setting) -> Path:
-    """The root with its store of contents, made once a working directory. Minutes and 3 x `gigabytes` of disk."""
+    """The root with its store of contents, made once a working directory: 3 x `gigabytes` of disk. A store that is
+    copied, or linked, to another working directory with its setting.json is not made again."""
     root, store, mark = work / "root", work / "store", work / "setting.json"
     text = json.dumps(asdict(setting))
     if mark.exists() and mark.read_text("utf-8") != text:
@@ -111,15 +120,49 @@ def make_root(work: Path, setting: Setting) -> Path:
     (root / "deployment.toml").write_text(
         f'family = "qwen3"\ndevice = "{setting.device}"\n[sid]\nsizes = {list(setting.sizes)}\n'
         f"token_base = {list(setting.token_base)}\n[limits]\nwidths = {widths}\nrows = {rows}\n"
-        f"batch = {setting.batch}\ncontext = {setting.history * len(setting.sizes)}\nk = {setting.width}\n[server]\n"
+        f"batch = {setting.batch}\ncontext = {setting.history * len(setting.sizes)}\nk = {setting.width}\n"
+        f"queue = {QUEUE}\n[server]\n"
         f'port = 0\nadmin_port = 0\nadmin_auth = "none"\nthreads = {setting.threads}\ndrain_delay_s = 0.05\n'
     )
     if not mark.exists():
-        for content in range(len(LETTERS)):
-            _make_weights(store, setting, content)
-            _make_vocab(store, setting, content)
+        shutil.rmtree(store, ignore_errors=True)
+        workers = min(len(os.sched_getaffinity(0)), 2 * len(LETTERS))
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            made = [pool.submit(make, store, setting, n) for n in range(len(LETTERS)) for make in MAKERS]
+            for one in made:
+                one.result()
         mark.write_text(text)
     return root
+
+
+def clean(work: Path) -> None:
+    """Version v1 of both kinds, asked for, and nothing else; no state."""
+    root = work / "root"
+    for kind in HEAVY:
+        for path in (root / kind).glob("v*-*"):
+            shutil.rmtree(path)
+        if not (root / kind / "v1").exists():
+            publish(work, kind, 0, "v1")
+    shutil.rmtree(root / "state", ignore_errors=True)
+    ask_for(work, dict.fromkeys(HEAVY, "v1"))
+
+
+def ask_for(work: Path, wanted: Mapping[Kind, str]) -> None:
+    """Say which versions are to serve, all at once."""
+    new = work / "root" / ".release.json"
+    new.write_text(json.dumps(wanted))
+    new.rename(work / "root" / "release.json")
+
+
+def drop_old(work: Path, wanted: Collection[str]) -> None:
+    """Remove all but the youngest versions, none of them wanted; each is gone at once, and no part of it is seen."""
+    trash = work / "trash"
+    trash.mkdir(exist_ok=True)
+    for kind in HEAVY:
+        found = sorted((work / "root" / kind).glob("v*"), key=lambda path: version_key(path.name))
+        for path in found[:-KEPT]:
+            if path.name not in wanted:
+                shutil.rmtree(path.rename(trash / f"{kind}-{path.name}"))
 
 
 def publish(work: Path, kind: Kind, content: int, version: str) -> None:
@@ -189,6 +232,9 @@ def _make_vocab(store: Path, setting: Setting, content: int) -> None:
     sids = np.stack(np.unravel_index(flat, setting.sizes), axis=1).astype(np.int32)
     names = [f"{'i' if n < COMMON else LETTERS[content]}{n}".encode() for n in range(len(sids))]
     save_vocab(Table(Strings.of(names), sids, {}), setting.sizes, store, LETTERS[content], made_by="bench")
+
+
+MAKERS = (_make_weights, _make_vocab)
 
 
 def bodies(setting: Setting, count: int = 64) -> list[bytes]:

@@ -17,12 +17,14 @@ AFTER_S = 0.25
 
 @dataclass(frozen=True)
 class Samples:
-    """One part's requests in time order: intended [n] s, latency [n] ms of answers, batch [n] ms, and its windows."""
+    """One part's requests in time order: intended [n] s, latency [n] ms of answers, batch [n] ms; the windows of its
+    updates and of those before anything counts, [updates, 2] s."""
 
     intended: Floats
     latency: Floats
     batch: Floats
     windows: Floats
+    first: Floats
     marks: Floats
 
     @classmethod
@@ -33,8 +35,11 @@ class Samples:
                    for name in ("intended", "latency_ms", "status", "batch_ms")}  # fmt: skip
         order = np.argsort(columns["intended"], kind="stable")
         order = order[columns["status"][order] == 200]
-        windows = np.array([(one["published"], one["gone"] + AFTER_S) for one in part["updates"]]).reshape(-1, 2)
-        return cls(columns["intended"][order], columns["latency_ms"][order], columns["batch_ms"][order], windows,
+        windows, first = (
+            np.array([(one["published"], one["gone"] + AFTER_S) for one in part[which]]).reshape(-1, 2)
+            for which in ("updates", "first")
+        )
+        return cls(columns["intended"][order], columns["latency_ms"][order], columns["batch_ms"][order], windows, first,
                    np.array(part["marks"]))  # fmt: skip
 
     @property
@@ -42,15 +47,14 @@ class Samples:
         """Where each request was sent: 0 before, 1 steady, 2 updates, 3 steady, 4 after."""
         return np.searchsorted(self.marks, self.intended, "right")
 
-    @property
-    def overlaps(self) -> npt.NDArray[np.bool_]:
-        """Which requests were on their way during some update's window."""
-        if not len(self.windows):
+    def overlaps(self, windows: Floats) -> npt.NDArray[np.bool_]:
+        """Which requests were on their way during one of these windows, which begin and end in time order."""
+        if not len(windows):
             return np.zeros(len(self.intended), bool)
         end = self.intended + self.latency / 1e3
-        # windows are in time order and do not overlap: the last one that begins before the end may reach the start
-        last = np.searchsorted(self.windows[:, 0], end, "right") - 1
-        return (last >= 0) & (self.windows[np.maximum(last, 0), 1] >= self.intended)
+        # of the windows that begin before a request's end, the last one reaches furthest
+        last = np.searchsorted(windows[:, 0], end, "right") - 1
+        return (last >= 0) & (windows[np.maximum(last, 0), 1] >= self.intended)
 
     def blocks(self, which: npt.NDArray[np.bool_]) -> list[Floats]:
         """The latencies of some requests in blocks of three seconds: neighbours in time are not independent."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 Row = dict[str, Any]
 OURS = ("Widebeam, in process", "Widebeam, REST")
@@ -19,10 +22,13 @@ def settings(process: Mapping[str, str], threads: int) -> Row:
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
+        "gpu": gpu_model(),
         "load_before": round(os.getloadavg()[0], 2),
         "threads": threads,
         "environment": dict(process),
-        "versions": {name: _version(name) for name in ("widebeam", "torch", "transformers", "numpy", "uvloop")}
+        "versions": {
+            name: _version(name) for name in ("widebeam", "torch", "transformers", "numpy", "uvloop", "cupy-cuda13x")
+        }
         | {"python": platform.python_version()},
         "commit": commit(),
     }
@@ -36,6 +42,11 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def gpu_model() -> str:
+    """As its driver names it; empty where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
 def commit() -> str:
     """The clone's commit, with "+" where files differ from it."""
 
@@ -45,6 +56,8 @@ def commit() -> str:
         )
         return done.stdout.strip()
 
+    if shutil.which("git") is None:
+        return ""
     head = git("rev-parse", "--short=12", "HEAD")
     return f"{head}+" if head and git("status", "--porcelain", "--untracked-files=no", "--", "../app", ".") else head
 

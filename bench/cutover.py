@@ -1,13 +1,15 @@
 """Does a cutover show in the tail? RecoGEM 5.6, figure 20: new weights and vocabs while requests keep coming.
 
-    python -m bench.cutover run --out part1.json [--setting cpu|h200|toy] [--mode live|naive] [--cutovers N] ...
+    python -m bench.cutover make --work FOLDER [--setting cpu|h200|toy] [--start]
+    python -m bench.cutover run --work FOLDER --out part1.json [--setting ...] [--mode live|naive] [--cutovers N] ...
     python -m bench.cutover report --out results/cutover part*.json
 
 `run` is one part: a server as a process of its own, client processes in an open loop at a share of the saturation that
-they measured just before, S seconds steady, N versions `--gap` seconds apart (weights, vocabs, both), S seconds steady.
-Every request is written down. `report` pools parts: the tail of requests that overlap an update (from its publication
-until the version that it replaced has given its memory back) against that of the steady ones, with bootstrap intervals,
-beside the same ratio between the two steady stretches (A/A). `--mode naive` rebuilds on the engine thread.
+they measured just before; a few updates that fill the weight slots; S seconds steady, N versions `--gap` seconds apart
+(weights, vocabs, both), S seconds steady. Every request is written down. `report` pools parts: the tail of requests
+that overlap an update (from its publication until the version before has given its memory back) against that of the
+steady ones, with bootstrap intervals, beside the same ratio between the two steady stretches (A/A). `--mode naive`
+rebuilds on the engine thread.
 """
 
 from __future__ import annotations
@@ -17,188 +19,116 @@ import gzip
 import json
 import math
 import os
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from app.vocab.manifest import Kind
+from bench._cutover_processes import Clients, Row, Server, Trouble, saturation, serving
 from bench._cutover_report import write_report
-from bench._cutover_root import LETTERS, SETTINGS, Setting, bodies, make_root, publish
+from bench._cutover_root import LETTERS, SETTINGS, Setting, ask_for, bodies, clean, drop_old, make_root, publish
 from bench._report import settings as machine
 
-CLONE = Path(__file__).parent.parent
-KINDS = {"weights": ("weights",), "vocab": ("vocab",), "both": ("weights", "vocab")}
+KINDS: dict[str, tuple[Kind, ...]] = {"weights": ("weights",), "vocab": ("vocab",), "both": ("weights", "vocab")}
 SETTLE_S = 180.0
-KEPT = 4
-"""Versions of a kind that stay on the disk."""
-Row = dict[str, Any]
-
-
-class Server:
-    """A server process and what its log has said, with the times at which it said so."""
-
-    def __init__(self, root: Path, mode: str) -> None:
-        command = [sys.executable, "-m", "app", "serve", "--root", str(root), "--port", "0", "--admin-port", "0"]
-        if mode == "naive":
-            command = [sys.executable, "-m", "bench._cutover_naive", str(root)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=CLONE)
-        self.lines: list[tuple[float, Row]] = []
-        self._said = threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
-        _, where = self.wait("listening", seconds=300)
-        self.url, self.admin = where["public"], where["admin"]
-        self.wait("snapshot_active", seconds=600)
-        time.sleep(1)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            try:
-                found = json.loads(line)
-            except ValueError:
-                found = {"event": "text", "text": line.decode(errors="replace")}
-            with self._said:
-                self.lines.append((time.monotonic(), found))
-                self._said.notify_all()
-        self.process.wait()
-        with self._said:
-            self._said.notify_all()
-
-    def wait(self, event: str, seconds: float, **facts: str) -> tuple[float, Row]:
-        """The first line of an event with these facts; SystemExit where none comes."""
-        end, seen = time.monotonic() + seconds, 0
-        with self._said:
-            while True:
-                for at, line in self.lines[seen:]:
-                    if line.get("event") == event and all(line.get(k) == v for k, v in facts.items()):
-                        return at, line
-                    if line.get("event") == "artifact_rejected":
-                        raise SystemExit(f"refused: {line}")
-                seen = len(self.lines)
-                if self.process.poll() is not None or not self._said.wait(max(0.0, end - time.monotonic())):
-                    raise SystemExit(f"no `{event}` {facts}: {[line for _, line in self.lines[-5:]]}")
-
-    def of(self, event: str) -> list[tuple[float, Row]]:
-        """Every line of an event so far."""
-        with self._said:
-            return [one for one in self.lines if one[1].get("event") == event]
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-
-
-class Clients:
-    """Client processes that share a rate."""
-
-    def __init__(self, url: str, work: Path, count: int, rate: float, seed: int, seconds: float | None = None) -> None:
-        self._outs = [work / f"client{n}.json" for n in range(count)]
-        more = [] if seconds is None else ["--seconds", str(seconds)]
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "bench._cutover_client", url, "--bodies", str(work / "bodies.jsonl"), "--rate",
-                 str(rate / count), "--seed", str(seed * 100 + n), "--out", str(out), *more],
-                stdin=subprocess.PIPE, cwd=CLONE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-            for n, out in enumerate(self._outs)
-        ]  # fmt: skip
-
-    def collect(self) -> list[Row]:
-        """End the load and read what was written down."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self._processes:
-            if process.wait(180):
-                raise SystemExit("a client failed")
-        return [json.loads(out.read_text()) for out in self._outs]
-
-
-def saturation(url: str, work: Path, count: int, seconds: float) -> float:
-    """Answers a second that the same clients get when they ask for more than there is."""
-    rate, best = 8.0, 0.0
-    while True:
-        found = Clients(url, work, count, rate, seed=1, seconds=seconds).collect()
-        spans = [
-            max(t + ms / 1e3 for t, ms in zip(one["columns"]["intended"], one["columns"]["latency_ms"], strict=True))
-            - min(one["columns"]["intended"])
-            for one in found
-            if one["columns"]
-        ]
-        achieved = sum(one["answered"] for one in found) / max(seconds, *spans)
-        best = max(best, achieved)
-        print(f"offered {rate:.0f}/s: {achieved:.1f}/s answered", file=sys.stderr)
-        if achieved < 0.85 * rate:
-            return best
-        rate *= 2
+"""Seconds that a version may take until it serves."""
 
 
 def run_part(arguments: argparse.Namespace, work: Path) -> Row:
-    setting: Setting = replace(SETTINGS[arguments.setting], **_changes(arguments))
+    """One part. What goes wrong once the load runs ends the updates; the samples are kept, with what went wrong."""
+    began, setting = time.monotonic(), _setting(arguments)
     print(f"root in {work}", file=sys.stderr)
     root = make_root(work, setting)
-    _clean(root)
+    clean(work)
     (work / "bodies.jsonl").write_bytes(b"\n".join(bodies(setting)))
     before = machine({}, setting.threads)
-    with _server(root, arguments.mode) as server:
+    with serving(root, arguments.mode) as server:
         most = arguments.saturation or saturation(server.url, work, arguments.clients, arguments.probe)
         rate = arguments.rate or arguments.share * most
-        print(f"saturation {most:.1f}/s, open loop at {rate:.1f}/s", file=sys.stderr)
+        print(f"{time.monotonic() - began:.0f} s: saturation {most:.1f}/s, open loop at {rate:.1f}/s", file=sys.stderr)
         clients = Clients(server.url, work, arguments.clients, rate, arguments.seed)
-        time.sleep(arguments.warm)
-        marks = [time.monotonic()]
-        time.sleep(arguments.steady)
-        marks.append(time.monotonic())
-        updates = _update(server, work, arguments)
-        time.sleep(arguments.rest)
-        marks.append(time.monotonic())
-        time.sleep(arguments.steady)
-        marks.append(time.monotonic())
-        found = clients.collect()
-        _complete(server, updates)
+        try:
+            timed = _timed(server, work, arguments, began)
+        finally:
+            found, wrong = clients.collect()
+        _complete(server, timed["first"] + timed["updates"])
+        said = server.bad()
+        graphs = [line for _, line in server.of("graphs_captured")]
     return {
-        "mode": arguments.mode, "setting": asdict(setting), "machine": before, "saturation_per_s": most,
-        "rate_per_s": rate, "marks": [round(one, 3) for one in marks], "updates": updates, "clients": found,
-        "note": arguments.note,
+        "mode": arguments.mode, "setting": asdict(setting), "machine": before, "kernels": server.serving["kernels"],
+        "graphs": graphs, "saturation_per_s": most, "rate_per_s": rate, **timed, "clients": found,
+        "trouble": timed["trouble"] + wrong, "said": said, "note": arguments.note,
+        "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
 
 
-@contextmanager
-def _server(root: Path, mode: str) -> Iterator[Server]:
-    server = Server(root, mode)
-    try:
-        yield server
-    finally:
-        server.stop()
+def _timed(server: Server, work: Path, arguments: argparse.Namespace, began: float) -> Row:
+    """The stretches of a part, under load: `marks` are their bounds."""
+    updates, trouble = Updates(server, work, arguments.gap), list[str]()
+    until = began + arguments.limit - arguments.steady - arguments.rest
+    time.sleep(arguments.warm)
+    first, wrong = updates.publish(["both"] * arguments.first, until - arguments.steady)
+    trouble += wrong
+    if first:
+        time.sleep(arguments.rest)
+    print(f"{time.monotonic() - began:.0f} s: steady", file=sys.stderr)
+    marks = [time.monotonic()]
+    time.sleep(arguments.steady)
+    marks.append(time.monotonic())
+    cycle = [arguments.kinds[n % len(arguments.kinds)] for n in range(arguments.cutovers)]
+    made, wrong = updates.publish(cycle if not trouble else [], until)
+    trouble += wrong
+    time.sleep(arguments.rest)
+    print(f"{time.monotonic() - began:.0f} s: {len(made)} updates, steady again", file=sys.stderr)
+    marks.append(time.monotonic())
+    time.sleep(arguments.steady)
+    marks.append(time.monotonic())
+    rounded = [round(one, 3) for one in marks]
+    return {"marks": rounded, "first": first, "updates": made, "trouble": trouble, "asked": arguments.cutovers}
 
 
-def _update(server: Server, work: Path, arguments: argparse.Namespace) -> list[Row]:
-    """Publish one version after the other, `gap` seconds apart or as soon as the one before serves."""
-    updates: list[Row] = []
-    cycle, content = arguments.kinds, dict.fromkeys(("weights", "vocab"), 0)
-    for n in range(arguments.cutovers):
-        kinds, began = KINDS[cycle[n % len(cycle)]], time.monotonic()
-        names: dict[str, str] = {}
-        for kind in kinds:
-            content[kind] = (content[kind] + 1) % len(LETTERS)
-            names[kind] = f"v{n + 2}-{LETTERS[content[kind]]}"
-            publish(work, kind, content[kind], names[kind])
-        at, _ = server.wait("snapshot_active", SETTLE_S, **names)
-        updates.append({"kind": cycle[n % len(cycle)], **names, "published": began, "active": at})
-        _drop_old(work / "root")
-        time.sleep(max(0.0, began + arguments.gap - time.monotonic()))
-    return updates
+class Updates:
+    """Versions, one after the other: none is published before the last one serves, and which are to serve is said by
+    release.json, once they are there; so what is removed from the disk is never wanted."""
+
+    def __init__(self, server: Server, work: Path, gap: float) -> None:
+        self._server, self._work, self._gap = server, work, gap
+        self._content = dict.fromkeys(("weights", "vocab"), 0)
+        self._serving: dict[Kind, str] = {"weights": "v1", "vocab": "v1"}
+        self._number = 1
+
+    def publish(self, cycle: Sequence[str], until: float) -> tuple[list[Row], list[str]]:
+        """Updates of these kinds, `gap` seconds apart or as soon as the one before serves; none begins after `until`.
+        The updates, and what went wrong with the last one."""
+        found: list[Row] = []
+        for kind in cycle:
+            began = time.monotonic()
+            if began + self._gap > until:
+                return found, []
+            try:
+                found.append(self._one(kind, began))
+            except Trouble as trouble:
+                print(f"after {len(found)} updates: {trouble}", file=sys.stderr)
+                return found, [f"update {len(found) + 1} ({kind}): {trouble}"]
+            time.sleep(max(0.0, began + self._gap - time.monotonic()))
+        return found, []
+
+    def _one(self, what: str, began: float) -> Row:
+        self._number += 1
+        for kind in KINDS[what]:
+            self._content[kind] = (self._content[kind] + 1) % len(LETTERS)
+            version = f"v{self._number}-{LETTERS[self._content[kind]]}"
+            publish(self._work, kind, self._content[kind], version)
+            self._serving[kind] = version
+        ask_for(self._work, self._serving)
+        names = {kind: self._serving[kind] for kind in KINDS[what]}
+        at, _ = self._server.wait("snapshot_active", SETTLE_S, **self._serving)
+        drop_old(self._work, frozenset(self._serving.values()))
+        return {"kind": what, **names, "published": began, "active": at}
 
 
 def _complete(server: Server, updates: list[Row]) -> None:
@@ -215,34 +145,39 @@ def _complete(server: Server, updates: list[Row]) -> None:
         one["gone"] = max((at for at in retired if one["active"] <= at < following), default=one["active"])
 
 
-def _drop_old(root: Path) -> None:
-    for kind in ("weights", "vocab"):
-        found = sorted((root / kind).glob("v*"), key=lambda path: int(path.name[1:].partition("-")[0]))
-        for path in found[:-KEPT]:
-            shutil.rmtree(path)
-
-
-def _clean(root: Path) -> None:
-    for kind in ("weights", "vocab"):
-        for path in (root / kind).glob("v*-*"):
-            shutil.rmtree(path)
-        if not (root / kind / "v1").exists():
-            publish(root.parent, kind, 0, "v1")
-    shutil.rmtree(root / "state", ignore_errors=True)
-
-
-def _changes(arguments: argparse.Namespace) -> Row:
+def _setting(arguments: argparse.Namespace) -> Setting:
     given = {name: getattr(arguments, name) for name in ("gigabytes", "items", "device", "threads", "width")}
-    cores = len(os.sched_getaffinity(0))  # half of them for everybody else: clients, loading, the event loop
-    return {"threads": max(1, cores // 2)} | {name: value for name, value in given.items() if value is not None}
+    changed = {name: value for name, value in given.items() if value is not None}
+    return replace(SETTINGS[arguments.setting], threads=max(1, cores() // 2), **changed)  # half of them for the others
+
+
+def cores() -> int:
+    """Cores that this process, and so all of them, may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def make(arguments: argparse.Namespace) -> None:
+    """Contents and root, and a server's first start with them, which compiles what is to be compiled."""
+    began = time.monotonic()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    root = make_root(arguments.work, _setting(arguments))
+    clean(arguments.work)
+    print(f"{time.monotonic() - began:.0f} s: contents in {arguments.work}", file=sys.stderr)
+    if arguments.start:
+        with serving(root, "live") as server:
+            print(f"{time.monotonic() - began:.0f} s: serves, kernels: {server.serving['kernels']}", file=sys.stderr)
+            for _, line in server.of("graphs_captured"):
+                print(json.dumps(line), file=sys.stderr)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="widebeam bench cutover", description=__doc__.split("\n", 1)[0])
     commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("make", help="the contents of a folder for `run`, ahead of it")
+    making.add_argument("--work", type=Path, required=True)
+    making.add_argument("--start", action="store_true", help="start a server once, which compiles its kernels")
     run = commands.add_parser("run", help="one part: steady, updates, steady")
     run.add_argument("--out", type=Path, required=True, help="the part's samples, JSON; NAME.json.gz packs them")
-    run.add_argument("--setting", choices=SETTINGS, default="cpu")
     run.add_argument("--mode", choices=("live", "naive"), default="live")
     run.add_argument("--steady", type=float, default=100.0, help="seconds of each steady stretch")
     run.add_argument("--cutovers", type=int, default=67)
@@ -251,18 +186,22 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--share", type=float, default=0.5, help="of saturation; 0.7 on a GPU")
     run.add_argument("--saturation", type=float, help="answers a second, where a part before has measured it")
     run.add_argument("--rate", type=float, help="requests a second, instead of share x saturation")
-    run.add_argument("--clients", type=int, default=max(1, (os.cpu_count() or 1) // 8), help="processes")
-    run.add_argument("--probe", type=float, default=5.0, help="seconds of each rate while looking for saturation")
+    run.add_argument("--clients", type=int, default=max(1, cores() // 4), help="processes")
+    run.add_argument("--probe", type=float, default=2.5, help="seconds of each rate while looking for saturation")
+    run.add_argument("--first", type=int, default=2, help="updates before anything counts: they fill the weight slots")
+    run.add_argument("--limit", type=float, default=480.0, help="seconds of the part; updates end early for it")
     run.add_argument("--warm", type=float, default=3.0, help="seconds under load before anything counts")
-    run.add_argument("--rest", type=float, default=2.0, help="seconds between the last update and the second stretch")
+    run.add_argument("--rest", type=float, default=2.0, help="seconds between the last update and a steady stretch")
     run.add_argument("--seed", type=int, default=1)
     run.add_argument("--work", type=Path, help="folder for root and contents, kept for the next part (3 x gigabytes)")
     run.add_argument("--note", default="", help="a remark that the report repeats")
-    run.add_argument("--gigabytes", type=float)
-    run.add_argument("--items", type=int)
-    run.add_argument("--width", type=int)
-    run.add_argument("--threads", type=int, help="[server] threads; half of the cores")
-    run.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    for command in (making, run):
+        command.add_argument("--setting", choices=SETTINGS, default="cpu")
+        command.add_argument("--gigabytes", type=float)
+        command.add_argument("--items", type=int)
+        command.add_argument("--width", type=int)
+        command.add_argument("--threads", type=int, help="[server] threads; half of the cores that it may use")
+        command.add_argument("--device", choices=("auto", "cpu", "cuda"))
     report = commands.add_parser("report", help="pool parts into a table and a plot")
     report.add_argument("parts", type=Path, nargs="+")
     report.add_argument("--out", type=Path, required=True, help="writes OUT.md, OUT.svg and OUT.json")
@@ -270,7 +209,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _opened(file: Path, mode: str) -> IO[str]:
-    return gzip.open(file, mode) if file.suffix == ".gz" else file.open(mode)  # type: ignore[return-value]
+    return gzip.open(file, mode, compresslevel=5) if file.suffix == ".gz" else file.open(mode)  # type: ignore[return-value]
 
 
 def _read(file: Path) -> Row:
@@ -283,14 +222,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.command == "report":
         print(write_report([_read(part) for part in arguments.parts], arguments.out))
         return
+    if arguments.command == "make":
+        make(arguments)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         work = arguments.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
-        part = run_part(arguments, work)
+        try:
+            part = run_part(arguments, work)
+        except Trouble as trouble:
+            raise SystemExit(str(trouble)) from trouble
     with _opened(arguments.out, "wt") as file:
         json.dump(part, file, separators=(",", ":"))
-    print(f"{arguments.out}: {len(part['updates'])} updates, {sum(c['sent'] for c in part['clients'])} requests",
-          file=sys.stderr)  # fmt: skip
+    print(f"{arguments.out}: {len(part['updates'])} updates, {sum(c['sent'] for c in part['clients'])} requests, "
+          f"{part['seconds']} s", file=sys.stderr)  # fmt: skip
+    if part["trouble"]:
+        raise SystemExit(f"written, with trouble: {'; '.join(part['trouble'])}")
 
 
 if __name__ == "__main__":

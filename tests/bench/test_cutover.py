@@ -38,7 +38,7 @@ def client(rows):
     }
 
 
-def part(rows, *, mode="live", updates=((10.0, 11.0, 12.0),)):
+def part(rows, *, mode="live", updates=((10.0, 11.0, 12.0),), trouble=()):
     made = [
         {
             "kind": "weights",
@@ -55,17 +55,18 @@ def part(rows, *, mode="live", updates=((10.0, 11.0, 12.0),)):
         "mode": mode, "setting": vars(TOY) if hasattr(TOY, "__dict__") else {}, "machine": {
             "cpu": "x", "cores": 2, "load_before": 0.0, "versions": {"torch": "2"}, "commit": "c",
         }, "marks": [0.0, 9.0, 14.0, 23.0], "rate_per_s": 1.0, "saturation_per_s": 2.0, "note": "", "updates": made,
-        "clients": [client(rows)],
+        "clients": [client(rows)], "first": [{**one, "published": -2.0, "gone": -1.0} for one in made[:1]], "asked": 1,
+        "trouble": list(trouble), "kernels": "torch", "graphs": [],
     }  # fmt: skip
 
 
 def test_what_is_on_its_way_during_an_update_overlaps_it():
     times = [(9.5, 400.0), (9.5, 600.0), (10.5, 1.0), (12.0 + AFTER_S, 1.0), (12.3 + AFTER_S, 1.0)]
     samples = Samples.of(part([(at, ms, 200, "v1", 0.0) for at, ms in times]))
-    assert samples.overlaps.tolist() == [False, True, True, True, False]
+    assert samples.overlaps(samples.windows).tolist() == [False, True, True, True, False]
     assert samples.stretch.tolist() == [2] * 5
     none = Samples.of(part([(1.0, 1.0, 200, "v1", 0.0)], updates=()))
-    assert none.overlaps.tolist() == [False]
+    assert none.overlaps(none.windows).tolist() == [False]
 
 
 def test_refused_requests_are_counted_and_have_no_latency():
@@ -98,7 +99,8 @@ def test_the_report_pools_parts_and_modes(tmp_path):
     slow = [(at, 30 * ms if 10 < at < 12 else ms, *rest) for at, ms, *rest in rows]
     text = write_report([part(rows), part(rows), part(slow, mode="naive")], tmp_path / "r")
     assert "| during / steady, p99 | 1.00 (1.00..1.00) | 30.00" in text
-    assert "| parts, updates | 2, 2 | 1, 1 |" in text
+    assert "| parts, updates | 2, 2 of 2 | 1, 1 of 1 |" in text
+    assert "Cut short" not in text
     summary = json.loads((tmp_path / "r.json").read_text())["summary"]
     assert summary["live"]["requests"]["sent"] == 460
     picture = (tmp_path / "r.svg").read_text()
