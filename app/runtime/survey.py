@@ -89,7 +89,8 @@ def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate]) -> Candid
     try:
         return Candidate(found, fingerprint, read_manifest(found.directory, kind), None)
     except Rejected as error:
-        return Candidate(found, fingerprint, None, error)
+        removed = not (found.directory / FILE).is_file()  # meanwhile: nothing is wrong with it
+        return Candidate(found, fingerprint, None, None if removed else error)
 
 
 def _fingerprint(directory: Path) -> str:

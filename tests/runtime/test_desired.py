@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import Rejected
+from app.runtime import survey as module
 from app.runtime.desired import Option, asked, choose
 from app.runtime.survey import survey
 from tests import support
@@ -94,3 +95,23 @@ def test_a_survey_reads_pins_manifests_and_changes(tmp_path):
     incomplete = survey(root, root / "state", first).candidates["weights"][0]
     assert (incomplete.version, incomplete.manifest, incomplete.problem) == ("v2", None, None)
     json.dumps(both.ask)
+
+
+@pytest.mark.parametrize("left", ["nothing", "a file"])
+def test_a_version_that_is_removed_while_it_is_looked_at_is_not_refused(tmp_path, monkeypatch, left):
+    """Whoever keeps a root tidy removes old versions; a survey may come in between."""
+    root = support.write_root(tmp_path, SIZES)
+    read = module.read_manifest
+
+    def removed_first(directory, kind):
+        for path in directory.iterdir():
+            path.unlink()
+        if left == "nothing":
+            directory.rmdir()
+        else:
+            (directory / "items.safetensors").touch()
+        return read(directory, kind)
+
+    monkeypatch.setattr(module, "read_manifest", removed_first)
+    [found] = survey(root, root / "state").candidates["vocab"]
+    assert (found.manifest, found.problem) == (None, None)
