@@ -29,13 +29,13 @@ class OnTheEngine:
     """Work in line with the batches, in place of `background.Background`."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._work = runtime._thread._work  # noqa: SLF001  this is the point
+        self._engine = runtime._thread._engine  # noqa: SLF001  this is the point
 
     async def run(self, call: Callable[[], T]) -> T:
         """Run a call on the engine thread, when its turn comes."""
         event_loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = event_loop.create_future()
-        self._work.put(partial(_answer, call, event_loop, future))
+        self._engine.put(partial(_answer, call, event_loop, future))
         return await future
 
 

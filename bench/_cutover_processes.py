@@ -82,8 +82,8 @@ class Server:
                 seen = len(self.lines)
                 left = end - time.monotonic()
                 if self.process.poll() is not None or left <= 0:
-                    last = [line for _, line in self.lines[-5:]]
-                    raise Trouble(f"no `{event}` {facts} in {seconds:.0f} s: {last}")
+                    why = f"in {seconds:.0f} s" if left <= 0 else f"before the server ended ({self.process.poll()})"
+                    raise Trouble(f"no `{event}` {facts} {why}: {[line for _, line in self.lines[-5:]]}")
                 self._said.wait(left)
 
     def of(self, event: str) -> list[tuple[float, Row]]:

@@ -145,8 +145,8 @@ def markdown(parts: Sequence[Row], found: Row, name: str) -> str:
         _figures(found),
         "\nRatios at a quantile, with 95 % of a bootstrap over blocks of three seconds. During: requests that overlap\n"
         "an update, from its publication to a quarter of a second after the version before gave its memory back.\n"
-        "A/A: the second steady stretch against the first. The first updates of a server fill its weight slots and, on\n"
-        "a GPU, capture their graphs; they come before the stretches and are in no other row.\n",
+        "A/A: the second steady stretch against the first. The first updates of a server fill its weight slots and,\n"
+        "on a GPU, capture their graphs; they come before the stretches and are in no other row.\n",
         f"![p99 over time]({name}.svg)\n",
     ]
     return "\n".join(lines)

@@ -39,6 +39,8 @@ BLOCK = 16 << 20
 HEAVY: tuple[Kind, ...] = ("weights", "vocab")
 KEPT = 4
 """Versions of a kind that stay on the disk, at least."""
+APART_GB = 0.1
+"""Contents of so much weights are made beside each other."""
 QUEUE = 8192
 """Requests that may wait: everybody is answered, however long that takes, and counts."""
 
@@ -126,13 +128,22 @@ def make_root(work: Path, setting: Setting) -> Path:
     )
     if not mark.exists():
         shutil.rmtree(store, ignore_errors=True)
-        workers = min(len(os.sched_getaffinity(0)), 2 * len(LETTERS))
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            made = [pool.submit(make, store, setting, n) for n in range(len(LETTERS)) for make in MAKERS]
-            for one in made:
-                one.result()
+        _make_all(store, setting)
         mark.write_text(text)
     return root
+
+
+def _make_all(store: Path, setting: Setting) -> None:
+    """Every content of both kinds, large ones in processes of their own."""
+    contents = [(make, n) for n in range(len(LETTERS)) for make in (_make_weights, _make_vocab)]
+    if setting.gigabytes < APART_GB:
+        for make, n in contents:
+            make(store, setting, n)
+        return
+    workers = min(len(os.sched_getaffinity(0)), len(contents))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for made in [pool.submit(make, store, setting, n) for make, n in contents]:
+            made.result()
 
 
 def clean(work: Path) -> None:
@@ -232,9 +243,6 @@ def _make_vocab(store: Path, setting: Setting, content: int) -> None:
     sids = np.stack(np.unravel_index(flat, setting.sizes), axis=1).astype(np.int32)
     names = [f"{'i' if n < COMMON else LETTERS[content]}{n}".encode() for n in range(len(sids))]
     save_vocab(Table(Strings.of(names), sids, {}), setting.sizes, store, LETTERS[content], made_by="bench")
-
-
-MAKERS = (_make_weights, _make_vocab)
 
 
 def bodies(setting: Setting, count: int = 64) -> list[bytes]:

@@ -30,7 +30,7 @@ from typing import IO
 from app.vocab.manifest import Kind
 from bench._cutover_processes import Clients, Row, Server, Trouble, saturation, serving
 from bench._cutover_report import write_report
-from bench._cutover_root import LETTERS, SETTINGS, Setting, ask_for, bodies, clean, drop_old, make_root, publish
+from bench._cutover_root import HEAVY, LETTERS, SETTINGS, Setting, ask_for, bodies, clean, drop_old, make_root, publish
 from bench._report import settings as machine
 
 KINDS: dict[str, tuple[Kind, ...]] = {"weights": ("weights",), "vocab": ("vocab",), "both": ("weights", "vocab")}
@@ -125,24 +125,25 @@ class Updates:
             publish(self._work, kind, self._content[kind], version)
             self._serving[kind] = version
         ask_for(self._work, self._serving)
-        names = {kind: self._serving[kind] for kind in KINDS[what]}
         at, _ = self._server.wait("snapshot_active", SETTLE_S, **self._serving)
         drop_old(self._work, frozenset(self._serving.values()))
-        return {"kind": what, **names, "published": began, "active": at}
+        return {"kind": what, **self._serving, "published": began, "active": at}
 
 
 def _complete(server: Server, updates: list[Row]) -> None:
-    """What the log says about each update: how long it was prepared, what it held up, when the old one was gone.
-
-    Contents recur, and snapshot ids with them, so lines are told apart by their times."""
-    held, ready = server.of("cutover"), server.of("snapshot_ready")
+    """What the log says about each update: how long it was prepared, what it held up, when the old one was gone."""
     retired = [at for at, line in server.of("artifact") if line.get("state") == "retired"]
     for n, one in enumerate(updates):
         following = updates[n + 1]["published"] if n + 1 < len(updates) else math.inf
-        mine = [line for at, line in held if one["active"] - 0.001 <= at < following]
-        one["hold_ms"] = mine[0]["hold_ms"] if mine else None
-        one["prepare_ms"] = next((line["prepare_ms"] for at, line in reversed(ready) if at <= one["active"]), None)
+        one["hold_ms"] = _fact(server, "cutover", one, "hold_ms")
+        one["prepare_ms"] = _fact(server, "snapshot_ready", one, "prepare_ms")
         one["gone"] = max((at for at in retired if one["active"] <= at < following), default=one["active"])
+
+
+def _fact(server: Server, event: str, update: Row, fact: str) -> float | None:
+    """What the last line of an event says about an update's versions; no two updates have the same names."""
+    lines = [line for _, line in server.of(event) if all(line.get(kind) == update[kind] for kind in HEAVY)]
+    return lines[-1][fact] if lines else None
 
 
 def _setting(arguments: argparse.Namespace) -> Setting:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from app.config import parse
+from app.runtime.desired import asked
+from app.runtime.thread import EngineThread
 from app.vocab.artifact import load_vocab
 from app.vocab.manifest import verify, version_key
+from bench import _cutover_processes as processes
+from bench._cutover_naive import OnTheEngine
 from bench._cutover_plot import plot
+from bench._cutover_processes import Trouble, answers_a_second, saturation
 from bench._cutover_report import mixed, quantile, ratio, write_report
-from bench._cutover_root import COMMON, TOY, bodies, make_root, publish
+from bench._cutover_root import COMMON, KEPT, TOY, bodies, clean, drop_old, make_root, publish
 from bench._cutover_samples import AFTER_S, Samples
+from bench.cutover import Updates
 
 
 def client(rows):
@@ -108,6 +117,76 @@ def test_the_report_pools_parts_and_modes(tmp_path):
     assert picture == plot({"live": part(rows), "naive": part(slow, mode="naive")})
 
 
+def test_a_part_that_was_cut_short_says_so_and_parts_of_other_settings_are_refused(tmp_path):
+    rows = [(n / 10, 5.0, 200, "v1", -1.0) for n in range(-30, 230)]
+    text = write_report([part(rows, trouble=["update 7: refused"])], tmp_path / "r")
+    assert "**Cut short: update 7: refused**" in text
+    assert "| first updates p50, p99, p99.9 ms | 5.00, 5.00, 5.00 |" in text
+    with pytest.raises(SystemExit, match="different settings"):
+        write_report([part(rows), {**part(rows), "setting": {"width": 1}}], tmp_path / "r")
+
+
+class FakeServer:
+    """Serves whatever is asked for, until it refuses."""
+
+    def __init__(self, root, refuses_at=99):
+        self.root, self.refuses_at, self.seen = root, refuses_at, []
+
+    def wait(self, event, seconds, **names):
+        assert event == "snapshot_active"
+        assert asked(self.root / "release.json", "release.json") == names
+        for kind, version in names.items():
+            verify(self.root / kind / version, kind)
+        if len(self.seen) == self.refuses_at:
+            raise Trouble("refused")
+        self.seen.append(names)
+        return 0.0, {}
+
+
+def test_versions_are_there_before_they_are_asked_for_and_gone_only_when_nobody_wants_them(tmp_path):
+    root = make_root(tmp_path, TOY)
+    clean(tmp_path)
+    server = FakeServer(root)
+    made, trouble = Updates(server, tmp_path, gap=0.0).publish(["weights", *["vocab"] * 8, "both"], until=np.inf)
+    assert not trouble
+    assert [one["kind"] for one in made] == ["weights", *["vocab"] * 8, "both"]
+    assert server.seen[0] == {"weights": "v2-b", "vocab": "v1"}
+    assert server.seen[8] == {"weights": "v2-b", "vocab": "v10-c"}
+    assert server.seen[9] == {"weights": "v11-c", "vocab": "v11-a"}
+    assert len(list((root / "vocab").iterdir())) == KEPT
+    assert {path.name for path in (root / "weights").iterdir()} == {"v1", "v2-b", "v11-c"}
+    drop_old(tmp_path, {"v7-a"})
+    clean(tmp_path)
+    assert [path.name for path in (root / "vocab").iterdir()] == ["v1"]
+
+
+def test_what_goes_wrong_ends_the_updates_and_not_the_part(tmp_path):
+    clean_root = make_root(tmp_path, TOY)
+    clean(tmp_path)
+    made, trouble = Updates(FakeServer(clean_root, refuses_at=2), tmp_path, gap=0.0).publish(["both"] * 5, until=np.inf)
+    assert len(made) == 2
+    assert trouble == ["update 3 (both): refused"]
+    assert Updates(FakeServer(clean_root), tmp_path, gap=0.0).publish(["both"], until=0.0) == ([], [])
+
+
+def test_saturation_is_found_in_few_short_rates(monkeypatch, tmp_path):
+    offered = []
+
+    class FakeClients:
+        def __init__(self, url, work, count, rate, seed, seconds):
+            offered.append(rate)
+            self.answered, self.took = int(rate * seconds), max(seconds, rate * seconds / 700)
+
+        def collect(self):
+            columns = {"intended": [10.0, 10.0 + self.took - 0.1], "latency_ms": [100.0, 100.0]}
+            return [{"answered": self.answered, "columns": columns}], []
+
+    monkeypatch.setattr(processes, "Clients", FakeClients)
+    assert saturation("", tmp_path, 4, 2.0) == pytest.approx(700, rel=0.01)
+    assert offered == [16, 64, 256, 1024, pytest.approx(910, rel=0.01)]
+    assert answers_a_second([{"answered": 0, "columns": {}}], 1.0) == 0.0
+
+
 def test_a_root_has_three_contents_of_each_kind_and_versions_that_are_links(tmp_path):
     root = make_root(tmp_path, TOY)
     deployment = parse((root / "deployment.toml").read_text())
@@ -121,3 +200,10 @@ def test_a_root_has_three_contents_of_each_kind_and_versions_that_are_links(tmp_
     assert min(vocab.find([item for one in asked for item in one])) >= 0
     with pytest.raises(SystemExit, match="another setting"):
         make_root(tmp_path, type(TOY)(gigabytes=0.001))
+
+
+def test_the_naive_mode_works_where_batches_do():
+    thread = EngineThread(None)
+    where = asyncio.run(OnTheEngine(SimpleNamespace(_thread=thread)).run(threading.current_thread))
+    thread.close()
+    assert where.name == "widebeam-engine"
