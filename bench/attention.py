@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import subprocess
 from collections.abc import Callable
 from itertools import product
@@ -29,20 +28,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from app.ops import attention, cuda
+from app.ops import cuda
 from app.ops.attention import reference
 from app.ops.transition import compact
+from bench._contexts import CONTEXTS, context_cell, context_table
+from bench._graph_time import graph_time
 
 SHAPES = tuple(product((4096, 8192, 16384), (32, 64)))
 POSITIONS = (1, 2, 3, 4, 8)
 DIM = 64
-CONTEXTS = (
-    (32, 512, 512, 16, 16, 64),
-    (32, 512, 512, 16, 4, 64),
-    (4, 512, 512, 16, 16, 64),
-    (32, 512, 128, 16, 8, 128),
-)
-"""Requests, beams, context positions, query heads, key heads, head dim."""
 WIDTH = 512
 BANDWIDTH = 4.3e12
 """Bytes a second that an H200 copies."""
@@ -156,28 +150,6 @@ def copies(x: Set, standby: tuple[Tensor, Tensor], positions: int) -> None:
         compact(active, other, parent, positions - 1)
 
 
-def graph_time(calls: list[Callable[[], Any]], repeats: int = 9) -> float:
-    """Milliseconds of one call: all of them, one for each input set, in one graph. A replay that nobody times goes
-    first, so that the device is at work when the clock starts and the host is not in the figure."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / len(calls))
-    return statistics.median(times[2:])
-
-
 def floor(rows: int, heads: int, positions: int) -> float:
     """Milliseconds to move q, output, keys and values once; with one position v and output."""
     return 1e3 * rows * heads * DIM * 2 * (2 if positions == 1 else 2 + 2 * positions) / BANDWIDTH
@@ -239,46 +211,6 @@ def cell(rows: int, heads: int, positions: int, dtype: torch.dtype, peers: bool,
     return found
 
 
-def context_cell(requests: int, width: int, positions: int, heads: int, kv_heads: int, dim: int) -> dict[str, Any]:
-    """The beams of requests over their contexts, bf16: our operator over the ragged batch, torch's attention over a
-    rectangle (all requests alike, no log-sum-exp), and the per-beam form: every beam a sequence of its own over the
-    context where it lies."""
-    rows, scale = requests * width, dim**-0.5
-    q = torch.randn(rows, heads, dim, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(requests, positions, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    length = torch.full((requests,), positions, dtype=torch.int32, device="cuda")
-    start = torch.arange(0, rows + 1, width, dtype=torch.int32, device="cuda")
-    each = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
-    place = torch.arange(requests, dtype=torch.int32, device="cuda").mul(positions).repeat_interleave(width)
-    place, used = torch.cat([place, place[-1:]]), length.repeat_interleave(width)
-    keys, values = k.flatten(0, 1), v.flatten(0, 1)
-    rectangle = (q.view(requests, width, heads, dim).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    flop = 4 * rows * positions * heads * dim
-
-    def beams() -> Tensor:
-        found: Tensor = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
-            q, keys, values, each, place, 2, positions, 0.0, False, False, scale=scale, seqused_k=used
-        )[0]
-        return found
-
-    def alike(backend: SDPBackend) -> float:
-        with sdpa_kernel(backend):
-            return graph_time(
-                [lambda: torch.nn.functional.scaled_dot_product_attention(*rectangle, enable_gqa=heads != kv_heads)] * 3
-            )
-
-    ours = attention.context_attention(q, k, v, length, start, widest=width, scale=scale)[0]
-    error = float((ours.float() - beams().float()).abs().max())
-    taken = graph_time(
-        [lambda: attention.context_attention(q, k, v, length, start, widest=width, scale=scale)] * 3
-    )  # fmt: skip
-    return {
-        "R": requests, "W": width, "positions": positions, "H": heads, "Hkv": kv_heads, "D": dim, "apart": error,
-        "ms": taken, "tflops": flop / taken / 1e9, "per_beam": graph_time([beams], 3),
-        "rectangle_flash": alike(SDPBackend.FLASH_ATTENTION), "rectangle_cudnn": alike(SDPBackend.CUDNN_ATTENTION),
-    }  # fmt: skip
-
-
 def markdown(document: dict[str, Any]) -> str:
     """The tables of a result."""
     columns = ("floor", *OURS, "per_row", "compiled", "native", *(f"sdpa_{name}" for name in SDPA))
@@ -292,13 +224,8 @@ def markdown(document: dict[str, Any]) -> str:
     for one in document["ms"]:
         cells = [f"{one[name]:.4g}" if one.get(name) else "-" for name in columns]
         lines.append(f"| {one['B']} | {one['H']} | {one['S']} | " + " | ".join(cells) + " |")
-    lines += ["", "Missed: " + ("; ".join(document["missed"]) or "nothing") + ".", "", "## Contexts, bf16", ""]
-    lines += ["| R x W | positions | H / Hkv | D | ours | TFLOP/s | rectangle, FA2 | rectangle, cuDNN | per beam |"]
-    lines += ["| ---: " * 9 + "|"]
-    for one in document["context"]:
-        shape = f"{one['R']} x {one['W']} | {one['positions']} | {one['H']} / {one['Hkv']} | {one['D']}"
-        times = " | ".join(f"{one[name]:.4g}" for name in ("rectangle_flash", "rectangle_cudnn", "per_beam"))
-        lines.append(f"| {shape} | {one['ms']:.4g} | {one['tflops']:.0f} | {times} |")
+    missed = "; ".join(document["missed"]) or "nothing"
+    lines += ["", f"Missed: {missed}.", "", *context_table(document["context"])]
     return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,8 @@ import torch
 
 from app.ops import transition, trie
 from app.ops.trie import reference
-from bench.attention import BANDWIDTH, graph_time
+from bench._graph_time import graph_time
+from bench.attention import BANDWIDTH
 
 ROWS = 16384
 WIDTH = 512

@@ -29,8 +29,8 @@ from app.engine.fp8 import install, normed_for
 from app.ops import fp8, grouped
 from app.ops.gated import gated
 from app.ops.grouped import reference
+from bench._graph_time import graph_time
 from bench._report import commit
-from bench.attention import graph_time
 
 ROWS, SETS = 16384, 3
 D, FFN = 896, 3584
