@@ -1,6 +1,6 @@
 """Beams of a Qwen3.5-like model on a CPU: Widebeam's front door against transformers' `generate`, and a fair peer.
 
-    python -m bench.gdn_cpu --rounds 7 --out bench/results/gdn_cpu.json
+    python -m bench.gdn_cpu                 under 4 minutes on 2 quiet cores; writes bench/results/gdn_cpu.json
 
 One random checkpoint (3 Gated DeltaNet layers and 1 full attention layer, d 128, 96 prompt tokens, 3 x 256 codes,
 10,000 items), the same catalogue and normalisation for everybody. Contestants take turns in one process and one thread
@@ -31,6 +31,9 @@ from bench._setting import Setting, make_catalogue, make_histories, make_prompts
 from bench.cpu import PROCESS, THREADS
 
 EPS = 3e-4
+RESULTS = Path(__file__).parent / "results" / "gdn_cpu.json"
+LEAST = 3
+"""Rounds of a case that are run however long they take."""
 CASES = ((8, 50), (1, 256))
 
 
@@ -80,16 +83,17 @@ def check(ours: Found, theirs: Found) -> None:
         np.testing.assert_allclose([score for _, score in mine], [score for _, score in other], atol=EPS, rtol=0)
 
 
-def measure(rounds: int, setting: Setting, root: Path) -> list[dict[str, Any]]:
-    """All cases; contestants take turns inside a round."""
+def measure(rounds: int, seconds: float, setting: Setting, root: Path, save: Callable[[list[Any]], None]) -> None:
+    """All cases; contestants take turns inside a round. Each case has its share of the seconds; `save` gets what is
+    done."""
     model, sids = make_model(setting), make_catalogue(setting)
     model.save_pretrained(root / "exported")
     widths, most = [width for _, width in CASES], max(count for count, _ in CASES)
-    write_root(root / "root", setting, root / "exported", sids, widths, most)
+    write_root(root / "root", setting, root / "exported", sids, widths, most, THREADS)
     file = root / "root" / "deployment.toml"
     file.write_text(file.read_text().replace('"qwen3"', '"qwen3_5"'))
     catalogue = Catalogue(sids, setting.sizes, setting.token_base)
-    results = []
+    results: list[dict[str, Any]] = []
     with _served.in_process(root / "root") as runtime:
         torch.set_num_threads(THREADS)
         for count, width in CASES:
@@ -100,16 +104,20 @@ def measure(rounds: int, setting: Setting, root: Path) -> list[dict[str, Any]]:
                 "widebeam": lambda h=histories, w=width: search(runtime, h, w),  # type: ignore[misc]
                 **{n: (lambda p=p, x=prompts, w=width: p.search(x, w)) for n, p in peers.items()},
             }
-            results.append({"B": count, "W": width, **contest(everybody, rounds)})
+            results.append({"B": count, "W": width, **contest(everybody, rounds, seconds / len(CASES))})
             print(json.dumps(results[-1]), flush=True)
-    return results
+            save(results)
 
 
-def contest(everybody: dict[str, Callable[[], Found]], rounds: int) -> dict[str, Any]:
-    """Medians of rounds in which all run in turn; a first one warms up and is compared."""
+def contest(everybody: dict[str, Callable[[], Found]], rounds: int, seconds: float) -> dict[str, Any]:
+    """Medians of rounds in which all run in turn: at least `LEAST`, no new one behind `seconds`. A first one warms up
+    and is compared."""
     times: dict[str, list[float]] = {name: [] for name in everybody}
     expected: Found | None = None
+    begun = time.monotonic()
     for turn in range(rounds + 1):
+        if turn > LEAST and time.monotonic() - begun > seconds:
+            break
         for name, run in everybody.items():
             begin = time.perf_counter()
             found = run()
@@ -119,6 +127,7 @@ def contest(everybody: dict[str, Callable[[], Found]], rounds: int) -> dict[str,
                 expected = found
     median = {name: statistics.median(values[1:]) for name, values in times.items()}
     return {
+        "rounds": len(times["widebeam"]) - 1,
         "median_ms": {name: round(value, 2) for name, value in median.items()},
         "fastest_ms": {name: round(min(values[1:]), 2) for name, values in times.items()},
         "times_faster": {name: round(value / median["widebeam"], 2) for name, value in median.items()},
@@ -129,16 +138,19 @@ def main() -> None:
     """Measure under `bench.cpu`'s process settings and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=180, help="no round begins behind that")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in PROCESS.items()):
         os.execve(sys.executable, [sys.executable, "-m", "bench.gdn_cpu", *sys.argv[1:]], os.environ | PROCESS)
     about = _report.settings(PROCESS, THREADS)
-    with tempfile.TemporaryDirectory() as root:
-        results = measure(args.rounds, Setting(), Path(root))
-    if args.out:
+
+    def save(results: list[Any]) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"settings": about, "rounds": args.rounds, "cases": results}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"settings": about, "cases": results}, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as root:
+        measure(args.rounds, args.seconds, Setting(), Path(root), save)
 
 
 if __name__ == "__main__":
