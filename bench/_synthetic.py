@@ -106,7 +106,7 @@ def engine_of(shape: Shape, limits: Limits, device: torch.device, precision: Pre
         memory, scale = slot.tensors[name], slot.tensors.get(f"{name}.scale")
         values = torch.ones(parameter.shape, dtype=dtype, device=device)
         if parameter.dim() > 1:
-            values.normal_().mul_(_deviation(name, parameter.shape[1], shape))
+            values.normal_().mul_(deviation(name, parameter.shape[1], shape))
         if scale is None:
             memory.copy_(values)
         else:
@@ -117,7 +117,8 @@ def engine_of(shape: Shape, limits: Limits, device: torch.device, precision: Pre
     return Engine(family.to(device).eval(), device=device, dtype=dtype, slot=slot)
 
 
-def _deviation(name: str, inputs: int, shape: Shape) -> float:
+def deviation(name: str, inputs: int, shape: Shape) -> float:
+    """Standard deviation of a parameter's random values; inputs: its second size."""
     if ".heads." in f".{name}":
         return 2 / math.sqrt(inputs)
     if "codes" in name or "age" in name:
@@ -139,13 +140,17 @@ def snapshot_of(
     contract = make_contract(engine, {}, deployment, precision)
     plan, findings = compile_policy("base", {"base": Source("base.yaml", policy.encode())}, contract)
     assert plan is not None, findings
-    generator = np.random.default_rng(1)
-    flat = np.unique(generator.integers(0, shape.codes**shape.steps, shape.items, dtype=np.int64))
-    codes = np.stack(np.unravel_index(flat, sizes), 1).astype(np.int32)
-    table = Table(Strings.of([b"item-%d" % n for n in range(len(codes))]), codes, {})
-    vocab = make_vocab(table, sizes, version="bench", digest="bench")
+    vocab = make_vocab(catalogue(shape), sizes, version="bench", digest="bench")
     ref = ArtifactRef("bench", "bench", "now")
     return Snapshot("bench", contract, engine, ref, vocab, ref, DeviceTrie.of(vocab, device), OnePolicy(plan))
+
+
+def catalogue(shape: Shape) -> Table:
+    """Random items, in the order of their SIDs."""
+    generator = np.random.default_rng(1)
+    flat = np.unique(generator.integers(0, shape.codes**shape.steps, shape.items, dtype=np.int64))
+    codes = np.stack(np.unravel_index(flat, (shape.codes,) * shape.steps), 1).astype(np.int32)
+    return Table(Strings.of([b"item-%d" % n for n in range(len(codes))]), codes, {})
 
 
 def jobs_of(snapshot: Snapshot, requests: int, seed: int, k: int) -> tuple[Job, ...]:

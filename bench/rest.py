@@ -1,0 +1,323 @@
+"""One REST server on a GPU: the most requests a second, an open loop at 70 % of them, what REST adds, what it costs the
+engine.
+
+    python -m bench.rest [--precision bfloat16 fp8] [--seconds 30] [--k 50] [--work DIR] [--out bench/results/rest.json]
+
+A deployment root with weights in OneRec-V2's 0.2B shape (`_synthetic`), random, and a random catalogue of a million
+items; `widebeam serve` over it as a process of its own; clients over loopback with histories of 511 items.
+
+closed   connections that ask again as soon as they have their answer: full batches, the most requests a second
+open     Poisson arrivals at 70 % of that; latency counts from the intended time of sending
+rest     an answer's time at its client less the server's own, from the request's last byte to the answer made
+         (`timings_ms.total`): sockets, HTTP, JSON, the event loop's turns
+busy     the closed loop once more, with requests beside it that are refused after their bodies were read, as many as
+         make 1,000 a second: the step loop's own time of a batch against that of the engine thread alone (`alone`)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from app.cli.load import Load, Pacer, Shot, Target, arrivals
+from app.cli.loop import run
+from app.config import Limits, SidConfig
+from app.engine.families.base import ModelFiles
+from app.engine.families.onerec import OneRec
+from app.vocab.artifact import save_vocab
+from app.vocab.publish import commit, draft
+from bench import _served
+from bench._report import commit as commit_of
+from bench._report import table
+from bench._synthetic import Shape, catalogue, deviation
+
+Row = dict[str, Any]
+POLICY = "widebeam: 1\nsteps:\n  all:\n    mask: trie\n    normalize: step\n"
+SHARE, BUSY = 0.7, 1000.0
+BODIES = 128
+WARM_S = 2.0
+
+
+class _Timings(msgspec.Struct):
+    queue: float
+    context: float
+    decode: float
+    total: float
+
+
+class _Batch(msgspec.Struct):
+    requests: int
+
+
+class _Seen(msgspec.Struct):
+    timings_ms: _Timings
+    batch: _Batch
+
+
+def write_root(root: Path, shape: Shape, batch: int, precision: str) -> Path:
+    """The deployment root: weights in bfloat16, a catalogue, one policy."""
+    sizes, widths = [shape.codes] * shape.steps, [shape.width] * shape.steps
+    (root / "policies").mkdir(parents=True)
+    (root / "policies" / "base.yaml").write_text(POLICY)
+    (root / "deployment.toml").write_text(
+        f'family = "onerec"\nprecision = "{precision}"\n[sid]\nsizes = {sizes}\n[limits]\nwidths = {widths}\n'
+        f"rows = {batch * shape.width}\nbatch = {batch}\ncontext = {shape.context}\nk = {shape.width}\n"
+        '[server]\nport = 0\nadmin_port = 0\nadmin_auth = "none"\ndrain_delay_s = 0.05\n'
+    )
+    _write_weights(root, shape)
+    save_vocab(catalogue(shape), tuple(sizes), root, "v1", made_by="bench")
+    return root
+
+
+def _write_weights(root: Path, shape: Shape) -> None:
+    config = msgspec.to_builtins(shape.config)
+    sid, limits = SidConfig(sizes=(shape.codes,) * shape.steps), Limits(widths=(shape.width,) * shape.steps)
+    family = OneRec.build(ModelFiles(config, Path(), {}), sid, limits, torch.bfloat16)
+    shapes = {spec.name: spec.shape for spec in family.weight_specs()}
+    header, at = dict[str, object](), 0
+    for name, size in shapes.items():
+        bytes_ = 2 * int(np.prod(size))
+        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [at, at + bytes_]}
+        at += bytes_
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    torch.manual_seed(1)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little")
+        yield text
+        for name, size in shapes.items():
+            values = torch.ones(size) if len(size) == 1 else torch.randn(size) * deviation(name, size[1], shape)
+            yield values.bfloat16().view(torch.int16).numpy().data.cast("B")
+
+    with draft(root, "weights") as made:
+        made.write("config.json", [msgspec.json.encode(config)])
+        made.write("model.safetensors", pieces())
+        commit(made, "weights", "v1", "bench", {})
+
+
+def bodies(shape: Shape, items: int, k: int) -> list[bytes]:
+    """Requests with full histories."""
+    generator = np.random.default_rng(3)
+    histories = generator.integers(0, items, (BODIES, shape.context - 1)).tolist()
+    return [json.dumps({"context": {"history": [f"item-{n}" for n in one]}, "k": k}).encode() for one in histories]
+
+
+class Asking(Load):
+    """A load that keeps of every answer its latency from its sending and what the server says of it."""
+
+    def __init__(self, target: Target, asked: Sequence[bytes], connections: int) -> None:
+        super().__init__(target, asked, timeout_s=30.0, connections=connections)
+        self.rows: list[tuple[float, _Seen]] = []
+        self._answers = msgspec.json.Decoder(_Seen)
+
+    def answered(self, shot: Shot, status: int, body: bytes) -> None:
+        """See `Load.answered`."""
+        now = time.monotonic()
+        self.outstanding -= 1
+        self.lates.append(shot.sent - shot.intended)
+        self.statuses[str(status)] += 1
+        if status == 200:
+            self.latencies.append(now - shot.intended)
+            self.rows.append((now - shot.sent, self._answers.decode(body)))
+
+    def refill(self, now: float) -> None:
+        """As many requests under way as there are connections."""
+        while self.outstanding < self._most:
+            self._fire(self._messages[self.sent % len(self._messages)], now)
+            self.sent += 1
+            self.outstanding += 1
+
+    def free(self, connection: Any) -> None:
+        """See `Load.free`."""
+        super().free(connection)
+        if self.looping:
+            self.refill(time.monotonic())
+
+    looping = False
+
+
+async def closed(target: Target, asked: Sequence[bytes], connections: int, seconds: float, beside: float = 0) -> Row:
+    """The closed loop. beside: requests a second that are refused with 422, beside it."""
+    load = Asking(target, asked, connections)
+    load.looping = True
+    load.refill(time.monotonic())
+    wrong = Asking(target, [asked[0][:-1] + b', "policy": "none"}'], 64)
+    times = [time.monotonic() + 0.05 + gap for gap in arrivals(beside, WARM_S + seconds, 7)] if beside else []
+    pacer = Pacer(times, lambda: load.loop.call_soon_threadsafe(wrong.fire_until, times, time.monotonic()))
+    pacer.start()
+    await asyncio.sleep(WARM_S)
+    before, refused, began = len(load.rows), len(wrong.lates), time.monotonic()
+    await asyncio.sleep(seconds)
+    took, rows = time.monotonic() - began, load.rows[before:]
+    pacer.stopped, load.looping = True, False
+    found = {
+        "connections": connections,
+        "per_s": len(rows) / took,
+        "refused_per_s": (len(wrong.lates) - refused) / took,
+    }
+    while load.outstanding > 0:  # noqa: ASYNC110  sockets answer, no event of ours
+        await asyncio.sleep(0.02)
+    load.close()
+    wrong.close()
+    return found | _told(rows) | {"statuses": dict(load.statuses), "refused": dict(wrong.statuses)}
+
+
+async def opened(target: Target, asked: Sequence[bytes], rate: float, seconds: float) -> Row:
+    """The open loop."""
+    load = Asking(target, asked, 512)
+    start = time.monotonic() + 0.05
+    times = [start + gap for gap in arrivals(rate, seconds, 1)]
+    pacer = Pacer(times, lambda: load.loop.call_soon_threadsafe(load.fire_until, times, time.monotonic()))
+    pacer.start()
+    while load.sent < len(times) or load.outstanding > 0:
+        await asyncio.sleep(0.05)
+        load.fire_until(times, time.monotonic())
+    load.close()
+    found = {"rate_per_s": rate, "seconds": seconds, "sent": load.sent, "answered": len(load.latencies)}
+    return found | {
+        "latency_ms": _percentiles(load.latencies), "sent_late_ms": _percentiles(load.lates),
+        "statuses": dict(load.statuses), **_told(load.rows),
+    }  # fmt: skip
+
+
+def _told(rows: Sequence[tuple[float, _Seen]]) -> Row:
+    """What the server says of the answers, and what its clients saw beyond it."""
+    around = [latency - seen.timings_ms.total / 1e3 for latency, seen in rows]
+    parts = {
+        name: statistics.mean(getattr(seen.timings_ms, name) for _, seen in rows) for name in _Timings.__struct_fields__
+    }
+    return {
+        "rest_ms": _percentiles(around), "server_mean_ms": parts,
+        "server_ms": _percentiles([seen.timings_ms.total / 1e3 for _, seen in rows]),
+        "batch": statistics.mean(seen.batch.requests for _, seen in rows),
+    }  # fmt: skip
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """In milliseconds."""
+    ordered = 1e3 * np.sort(np.array(seconds))
+    return {name: round(float(np.quantile(ordered, q)), 3) for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
+
+
+def steps_ms(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Mean milliseconds of the context and of each step between two looks at the metrics."""
+    found = {}
+    for name in after:
+        if match := re.fullmatch(r'widebeam_step_seconds_count\{step="(\w+)"\}', name):
+            total, label = name.replace("_count", "_sum"), match[1]
+            count = after[name] - before.get(name, 0)
+            found[label] = 1e3 * (after[total] - before.get(total, 0)) / count if count else float("nan")
+    return found
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Samples of /metrics by name and labels."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+
+@contextmanager
+def serving(root: Path, log: Path) -> Iterator[tuple[Target, str]]:
+    """The server of a root, and its URL."""
+    with _served.server(root, log) as port:
+        url = f"http://127.0.0.1:{port}"
+        yield Target.parse(url), url
+
+
+def measure(root: Path, shape: Shape, batch: int, seconds: float, k: int, work: Path) -> Row:
+    """Everything about one root."""
+    asked = bodies(shape, shape.items // 2, k)
+    with serving(root, work / "server.log") as (target, url):
+        run(closed(target, asked, 2 * batch, 1.0))
+        looked = [metrics(url)]
+        full = run(closed(target, asked, 3 * batch, seconds))
+        looked.append(metrics(url))
+        busy = run(closed(target, asked, 3 * batch, seconds, max(1.0, BUSY - full["per_s"])))
+        looked.append(metrics(url))
+        open_loop = run(opened(target, asked, SHARE * full["per_s"], seconds))
+        few = run(opened(target, asked, 20.0, min(seconds, 10.0)))
+    full["steps_ms"], busy["steps_ms"] = (steps_ms(*looked[n : n + 2]) for n in (0, 1))
+    return {"closed": full, "busy": busy, "open": open_loop, "few": few}
+
+
+def markdown(document: Row) -> str:
+    """The tables of a result."""
+    lines = [
+        "# One REST server on a GPU", "",
+        f"{document['device']}, {document['cores']} cores, torch {document['torch']}, commit {document['commit']}; "
+        f"{document['seconds']:.0f} s each, {document['k']} items an answer. [README](../README.md) says of what.", "",
+    ]  # fmt: skip
+    rows = []
+    for precision, run_ in document["runs"].items():
+        for name in ("closed", "busy", "open", "few"):
+            one = run_[name]
+            latency = one.get("latency_ms") or {"p50": None, "p99": None}
+            asked = one.get("per_s") or one["rate_per_s"]
+            cells = [
+                latency["p50"],
+                latency["p99"],
+                one["server_ms"]["p99"],
+                one["rest_ms"]["p50"],
+                one["rest_ms"]["p99"],
+            ]
+            steps = sum(one["steps_ms"].values()) if "steps_ms" in one else None
+            rows.append([
+                precision, name, f"{asked:.0f}", f"{one.get('refused_per_s', 0):.0f}", f"{one['batch']:.1f}",
+                *("-" if cell is None else f"{cell:.2f}" for cell in (*cells, steps)),
+            ])  # fmt: skip
+    head = ["precision", "load", "requests/s", "refused/s", "batch", "p50 ms", "p99 ms", "p99 in the server",
+            "REST adds, p50", "p99", "steps ms"]  # fmt: skip
+    return "\n".join([*lines, table(head, rows), ""])
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--precision", nargs="+", choices=["bfloat16", "float16", "fp8", "float32"], default=["bfloat16"]
+    )
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--k", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--toy", action="store_true", help="a tiny model on a CPU: whether it runs, not how fast")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    shape = Shape(codes=32, width=16, context=12, d=32, layers=2, heads=2, ffn=64, items=3000) if args.toy else Shape()
+    runs = {}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        for precision in args.precision:
+            root = write_root(work / precision, shape, args.batch, precision)
+            runs[precision] = measure(root, shape, args.batch, args.seconds, args.k, work)
+            print(json.dumps(runs[precision]), flush=True)
+    document = {
+        "device": "a CPU" if args.toy else torch.cuda.get_device_name(), "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__, "python": platform.python_version(), "commit": commit_of(),
+        "seconds": args.seconds, "k": args.k, "runs": runs,
+    }  # fmt: skip
+    print(markdown(document))
+    if args.out:
+        args.out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        args.out.with_suffix(".md").write_text(markdown(document), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
