@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from app.ops import attention
-from app.ops.attention import launch, reference
+from app.ops.attention import context, launch, reference
 
 SCALE = 0.17
 HALF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -177,6 +177,51 @@ def test_a_ragged_batch_over_its_contexts_is_the_definition(dtype, d, h, hkv):
         torch.testing.assert_close(out.float(), expected, atol=4 * HALF[dtype], rtol=4 * HALF[dtype])
         torch.testing.assert_close(lse, sums, atol=1e-4, rtol=1e-4)
         assert bool((lse[195:200] == -torch.inf).all()) and bool((out[195:200] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("h", "hkv"), [(4, 4), (8, 2), (3, 1)])
+def test_contexts_of_many_tiles(dtype, d, h, hkv):
+    widths, lengths = [512, 300, 1, 129], [512, 511, 513, 64]
+    q, k, v, length, start = contexts(dtype, widths, lengths, h=h, hkv=hkv, d=d, positions=513)
+    q[:512].mul_(8)  # maxima that rise from tile to tile
+    expected, sums = reference.context_attention(q.float(), k.float(), v.float(), length, start, scale=SCALE)
+    out, lse = attention.context_attention(q, k, v, length, start, widest=512, scale=SCALE)
+    torch.testing.assert_close(out.float(), expected, atol=4 * HALF[dtype], rtol=4 * HALF[dtype])
+    torch.testing.assert_close(lse, sums, atol=1e-4, rtol=1e-4)
+
+
+def test_a_context_stays_with_its_rows_and_inside_of_its_memory(monkeypatch):
+    widths, lengths = [130, 0, 7], [200, 5, 65]
+    q, k, v, length, start = contexts(torch.bfloat16, widths, lengths, hkv=4, positions=200)
+    clean, sums = attention.context_attention(q, k, v, length, start, widest=130, scale=SCALE)
+    q, k, v = (between_nans(x) for x in (q, k, v))
+    q[[3, 131]] = torch.nan
+    guard = Guarded()
+    monkeypatch.setattr(context, "torch", guard)
+    assert context.unfit(q, k, v, SCALE) is None
+    out, lse = context.attend(q, k, v, length, start, widest=140, scale=SCALE)
+    live = torch.tensor([n for n in range(137) if n not in {3, 131}], device="cuda")
+    assert torch.equal(out[live], clean[live]) and torch.equal(lse[live], sums[live])
+    assert bool(out[[3, 131]].isnan().all()), "a NaN is not hidden"
+    for whole, size in guard.made:
+        assert bool((whole[:4096] == -12345.0).all() & (whole[4096 + size :] == -12345.0).all())
+        assert not bool((whole[4096 : 4096 + size] == -12345.0).any()), "every place is written"
+
+
+def test_a_captured_context_follows_its_operands():
+    q, k, v, length, start = contexts(torch.bfloat16, [130, 60, 7], [200, 5, 65], hkv=4, positions=200)
+    attention.context_attention(q, k, v, length, start, widest=512, scale=SCALE)  # loads the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found, _ = attention.context_attention(q, k, v, length, start, widest=512, scale=SCALE)
+    length.copy_(torch.tensor([64, 199, 0]))
+    start.copy_(torch.tensor([0, 1, 150, 197]))
+    k.nan_to_num_(), v.nan_to_num_()
+    graph.replay()
+    expected, _ = reference.context_attention(q.float(), k.float(), v.float(), length, start, scale=SCALE)
+    torch.testing.assert_close(found.float(), expected, atol=2**-6, rtol=2**-6)
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -13,8 +13,8 @@
 //
 // The product of a tile's probabilities with its values is under way together with that of the queries with the next keys.
 // A place is filled two tiles ahead: all warpgroups are then behind the product that read it last. The running maximum is
-// only raised where a row's scores exceed it by more than 2^8: the sums stay far from overflow, and most tiles need no
-// rescaling of the output.
+// only raised where a row's scores exceed it by more than a factor of 2^8: the sums stay far from overflow, and most tiles
+// need no rescaling of the output. What a row gets depends on no other row.
 
 // part: prelude/half.cuh
 
@@ -146,10 +146,9 @@ __device__ __forceinline__ void weigh(Rows& x, const float (&s)[8][4], float fac
 #pragma unroll
         for (int j = 0; j < 8; j++) here = fmaxf(here, fmaxf(w[j][2 * half], w[j][2 * half + 1]));
         here = most_of_quad(here);
-        if (__any_sync(ALL, (here - x.most[half]) * factor > SLACK)) {
-            const float raised = fmaxf(here, x.most[half]);
-            by[half] = raised == -INFINITE ? 1.f : exp2f((x.most[half] - raised) * factor);
-            x.most[half] = raised;
+        if ((here - x.most[half]) * factor > SLACK) {
+            by[half] = exp2f((x.most[half] - here) * factor);
+            x.most[half] = here;
             x.sum[half] *= by[half];
         }
         const float less = x.most[half] == -INFINITE ? 0.f : x.most[half] * factor;
