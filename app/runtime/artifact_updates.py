@@ -21,6 +21,7 @@ from app.runtime.contracts import Contracts
 from app.runtime.desired import PIN, Ask, Chosen, Option, choose, usable
 from app.runtime.ledger import Ledger
 from app.runtime.logs import Log
+from app.runtime.memory import EXHAUSTED
 from app.runtime.overlay import Overlay, overlay
 from app.runtime.policy_updates import PolicyUpdates
 from app.runtime.preparing import NoSlot, Refused, Want
@@ -176,6 +177,7 @@ class ArtifactUpdates:
             if what == DEPLOYMENT:
                 self._look_at_overlay(seen)
             self._refused = {known: why for known, why in self._refused.items() if known != what}
+            self._apart = {pair: why for pair, why in self._apart.items() if pair != what}
 
     async def _keep_contract(self) -> None:
         """What serves has its contract on the disk, as soon as there is room for it."""
@@ -238,6 +240,8 @@ class ArtifactUpdates:
         before = self._overlay
         self._overlay = overlay(seen.deployment, self._began, self._deployment, before.deployment)
         if self._overlay.deployment != before.deployment:
+            for pair in self._apart:
+                self._retries.forget(pair)
             self._refused.clear()  # another contract: what did not fit may fit now
             self._apart.clear()
         self._say_overlay()
@@ -318,7 +322,9 @@ class ArtifactUpdates:
             self._say_overlay()
             self._log.error("deployment_rejected", code=error.code, message=error.message, location=error.location)
             return
-        self._apart[want.weights.digest, want.vocab.digest] = error.code in BY_POLICIES
+        pair = want.weights.digest, want.vocab.digest
+        self._apart[pair] = error.code in BY_POLICIES
+        self._retries.refused(pair, error.code)
         for kind, one in want.options:
             if self._ledger.state(kind, one.version) not in IN_MEMORY:
                 self._ledger.reject(kind, one.version, error)
@@ -337,14 +343,11 @@ class ArtifactUpdates:
         try:
             resident = await self.stage.prepare(want)
         except Refused as error:
-            if error.error.code == "no_memory" and self.stage.make_room():
-                return None  # and once more
-            if self._is_about_overlay(want):
-                self._set_apart(want, error.error)
-            else:
-                self._refuse(error.kind, error.version, error.error)
+            self._note_refused(want, error.error, error)
         except Rejected as error:
-            self._set_apart(want, error)
+            self._note_refused(want, error)
+        except EXHAUSTED as error:
+            self._note_refused(want, Rejected("no_memory", f"there was none left while it was prepared: {error}"))
         except NoSlot as error:
             self._note_no_slot(want, error)
             await asyncio.sleep(QUIET_S)  # and once more, for whatever is wanted then
@@ -354,6 +357,15 @@ class ArtifactUpdates:
             self._log.info("snapshot_ready", snapshot=resident.snapshot.id, prepare_ms=took, **versions)
             return resident
         return None
+
+    def _note_refused(self, want: Want, error: Rejected, of: Refused | None = None) -> None:
+        """A set was refused, for one of its versions or as a set. Where memory is short, rollbacks go first."""
+        if error.code == "no_memory" and self.stage.make_room():
+            return  # and once more
+        if of is not None and not self._is_about_overlay(want):
+            self._refuse(of.kind, of.version, error)
+        else:
+            self._set_apart(want, error)
 
     def _note_no_slot(self, want: Want, error: NoSlot) -> None:
         """Weights wait until a slot is free; requests never do."""

@@ -22,6 +22,8 @@ from app.vocab.aggregates import sizes
 from app.vocab.artifact import FILE
 from app.vocab.vocab import Vocab
 
+EXHAUSTED: Final = (MemoryError, torch.OutOfMemoryError)
+"""What is raised where memory ran out all the same."""
 SPARE: Final = 64 << 20
 """Bytes that stay free."""
 _PER_NODE: Final = 12

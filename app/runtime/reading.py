@@ -21,7 +21,7 @@ from app.engine.weights import load as load_weights
 from app.engine.weights import read_entries, resolve_precision
 from app.errors import Rejected
 from app.runtime.contracts import Contracts
-from app.runtime.memory import check_fits, check_vocab_fits
+from app.runtime.memory import EXHAUSTED, check_fits, check_vocab_fits
 from app.vocab import artifact
 from app.vocab.manifest import verify
 from app.vocab.vocab import Vocab
@@ -97,11 +97,14 @@ def read_vocab(directory: Path, sizes: Sequence[int]) -> Vocab:
 @contextmanager
 def _nothing_unexpected() -> Iterator[None]:
     """What no check of ours, or of a family's, has thought of is wrong with a version, too: it is refused, with the
-    line of code that tripped over it, and others get their turn. What the machine lacks is no version's fault."""
+    line of code that tripped over it, and others get their turn. What the machine lacks is no version's fault, and may
+    pass."""
     try:
         yield
-    except (Rejected, OSError, MemoryError, torch.OutOfMemoryError):
+    except (Rejected, OSError):
         raise
+    except EXHAUSTED as error:
+        raise Rejected("no_memory", f"there was none left while it was read: {error}") from None
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         message = f"nobody expected this: {type(error).__name__}: {error} ({Path(at.filename).name}, line {at.lineno})"

@@ -7,9 +7,8 @@ from typing import Final
 
 from app.runtime.status import ArtifactStatus, Reason
 
-PASSING: Final = frozenset({"contract_not_stored", "export_failed"})
-"""Refusals that say nothing about what was refused: the process that exports had no memory, or could not be started;
-there was no room on the disk."""
+PASSING: Final = frozenset({"contract_not_stored", "export_failed", "no_memory"})
+"""Refusals that say nothing about what was refused: there was no memory, no room on the disk, no process to be had."""
 FIRST_S: Final = 5.0
 LONGEST_S: Final = 300.0
 

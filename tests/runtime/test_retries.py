@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from datetime import datetime
+from itertools import pairwise
 
 from app.errors import Rejected
-from app.runtime import artifact_updates, contracts, live, retries
+from app.runtime import artifact_updates, contracts, live, memory, preparing, retries
 from app.runtime.retries import FIRST_S, LONGEST_S, Retries
+from app.vocab import artifact
 from tests import support
-from tests.live_support import live_server
-from tests.runtime.test_cutover import edit, serving, state_of, weights, world
+from tests.live_support import live_server, until
+from tests.runtime.test_cutover import edit, items, serving, state_of, weights, world
 
 
 def test_the_next_try_comes_later_each_time_and_once():
@@ -70,6 +73,7 @@ async def test_versions_and_edits_that_could_not_be_exported_are_tried_again(tmp
         await server.settles(serving("v2"))
         (line,) = server.events("artifact_rejected")
         assert (line["code"], line["version"], left) == ("export_failed", "v2", [0])
+        await until((root / "contracts").exists)
         shutil.rmtree(root / "contracts")
         left[0] = 1
         edit(root, "context = ", "context = 1")
@@ -86,3 +90,86 @@ async def test_what_is_wrong_with_a_version_is_not_tried_again(tmp_path, monkeyp
         await server.settles(lambda status: state_of(status, "weights", "v2")["state"] == "rejected")
         await server.live._artifacts.check()
         assert len(server.events("artifact_rejected")) == 1
+
+
+def short_of_memory(monkeypatch):
+    """Nothing is free until `left[0]` says so; nobody waits long for the next try. tries: how often somebody looked."""
+    left, tries = [memory.SPARE], []
+    monkeypatch.setattr(memory, "free", lambda device: tries.append(device) or left[0])
+    monkeypatch.setattr(retries, "FIRST_S", 0.05)
+    monkeypatch.setattr(artifact_updates, "PERIOD_S", 0.02)
+    monkeypatch.setattr(live, "RETRY_PERIOD_S", 0.02)
+    return left, tries
+
+
+PLENTY = 1 << 40
+
+
+async def test_a_version_that_did_not_fit_serves_when_memory_comes_back_and_nobody_is_in_a_hurry(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        left, tries = short_of_memory(monkeypatch)
+        monkeypatch.setattr(memory, "needed", lambda *_: 1 << 30)
+        weights(root, "v2", 1)
+        status = await server.settles(lambda _: len(tries) >= 4)
+        assert state_of(status, "weights", "v2")["reason"]["code"] == "no_memory"
+        assert serving("v1")(status)
+        at = [line["at"] for line in server.events("artifact_rejected")]
+        waits = [(datetime.fromisoformat(b) - datetime.fromisoformat(a)).total_seconds() for a, b in pairwise(at)]
+        assert [wait > 0.05 * 2**n for n, wait in enumerate(waits)] == [True] * len(waits)
+        left[0] = PLENTY
+        status = await server.settles(serving("v2"))
+        assert state_of(status, "weights", "v2").get("reason") is None
+
+
+async def test_an_edit_that_did_not_fit_is_in_force_when_memory_comes_back(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        left, _ = short_of_memory(monkeypatch)
+        monkeypatch.setattr(memory, "needed", lambda *_: 1 << 30)
+        edit(root, "batch = 16", "batch = 8")
+        status = await server.settles(lambda status: status["deployment"]["state"] == "rejected")
+        assert status["deployment"]["reason"]["code"] == "no_memory"
+        left[0] = PLENTY
+        await server.settles(lambda status: status["deployment"]["state"] == "in force")
+
+
+async def test_a_start_that_did_not_fit_becomes_ready_when_memory_comes_back(tmp_path, monkeypatch):
+    left, _ = short_of_memory(monkeypatch)
+    async with live_server(world(tmp_path), ready=False) as server:
+        status = await server.settles(lambda status: any(one.startswith("no_memory") for one in status["reasons"]))
+        assert not status["ready"]
+        left[0] = PLENTY
+        await server.ready()
+
+
+async def test_memory_that_runs_out_in_the_middle_of_anything_is_said_and_tried_again(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        left, _ = short_of_memory(monkeypatch)
+        left[0], broken = PLENTY, [True]
+
+        def runs_out(real):
+            def call(*args):
+                if broken[0]:
+                    raise MemoryError("Unable to allocate 9 GiB")
+                return real(*args)
+
+            return call
+
+        with monkeypatch.context() as patch:  # of two versions together
+            patch.setattr(preparing, "bind", runs_out(preparing.bind))
+            weights(root, "v2", 1)
+            status = await server.settles(lambda status: state_of(status, "weights", "v2")["state"] == "rejected")
+            reason = state_of(status, "weights", "v2")["reason"]
+            assert (reason["code"], "9 GiB" in reason["message"], serving("v1")(status)) == ("no_memory", True, True)
+            broken[0] = False
+            await server.settles(serving("v2"))
+        broken[0] = True
+        with monkeypatch.context() as patch:  # of one
+            patch.setattr(artifact, "load_vocab", runs_out(artifact.load_vocab))
+            support.write_vocab(root, (4, 5, 6), items("b"), "v2")
+            status = await server.settles(lambda status: state_of(status, "vocab", "v2")["state"] == "rejected")
+            assert state_of(status, "vocab", "v2")["reason"]["code"] == "no_memory"
+            broken[0] = False
+            await server.settles(serving("v2", "v2"))
