@@ -40,12 +40,14 @@ _PART = re.compile(r"^// part: (\S+)$")
 class Build(NamedTuple):
     """A module of kernels: a source and the definitions that it is compiled with, sorted by name.
 
-    arch  for instructions of one architecture only ("sm_90a"); "" = the device's
+    arch   for instructions of one architecture only ("sm_90a"); "" = the device's
+    given  lines that are put before the source: what is made from a policy
     """
 
     source: Path
     define: tuple[tuple[str, int], ...] = ()
     arch: str = ""
+    given: str = ""
 
     @classmethod
     def of(cls, source: Path, arch: str = "", **define: int) -> Build:
@@ -60,7 +62,7 @@ class Build(NamedTuple):
     def compiled(self, arch: str) -> bytes:
         """The cubin for an architecture ("sm_90"), as CuPy would make it. Raises nvrtc.CompileError, nvrtc.Missing."""
         given = (*options(dict(self.define)), *nvrtc.AS_CUPY, f"-arch={self.arch or arch}")
-        return nvrtc.compiled(text(self.source), given)[0]
+        return nvrtc.compiled(self.given + text(self.source), given)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,12 @@ def load(source: Path, name: str, device: torch.device, *, memory: int = 0, arch
     memory  bytes of dynamic shared memory of a launch
     arch    for instructions of one architecture only: "sm_90a"
     """
-    return _load(source, name, device.index or 0, memory, arch, tuple(sorted(define.items())))
+    return entry(Build.of(source, arch, **define), name, device, memory=memory)
+
+
+def entry(build: Build, name: str, device: torch.device, *, memory: int = 0) -> Kernel:
+    """Entry point `name` of a module, as `load` has it."""
+    return _load(name, device.index or 0, memory, build)
 
 
 def text(source: Path) -> str:
@@ -164,6 +171,11 @@ def ready(builds: Iterable[Build], device: torch.device, cubins: Mapping[Build, 
     return compilations() - before
 
 
+def is_ready(build: Build, device: torch.device) -> bool:
+    """Whether a module is loaded, so that its launch compiles nothing."""
+    return _MODULES.has(build, device.index or 0)
+
+
 def compilations() -> int:
     """Modules that this process has made from source, by NVRTC or from what CuPy keeps of it on the disk."""
     return _MODULES.made
@@ -180,6 +192,10 @@ class _Modules:
         self._lock = Lock()
         self.made = 0
 
+    def has(self, build: Build, device: int) -> bool:
+        """Whether a build is there."""
+        return (build, device) in self._loaded
+
     def load(self, build: Build, device: int, cubin: bytes | None = None) -> Any:
         """CuPy's module of a build on a device."""
         found = self._loaded.get((build, device))
@@ -195,11 +211,11 @@ _MODULES = _Modules()
 
 
 @cache
-def _load(source: Path, name: str, device: int, memory: int, arch: str, define: tuple[tuple[str, int], ...]) -> Kernel:
+def _load(name: str, device: int, memory: int, build: Build) -> Kernel:
     from cupy.cuda import Device, driver  # noqa: PLC0415  there is none on a CPU
 
     with Device(device), torch.cuda.device(device):
-        function = _MODULES.load(Build(source, define, arch), device).get_function(name)
+        function = _MODULES.load(build, device).get_function(name)
         if memory:
             # one function serves launches with more and with less: the limit never falls
             limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -212,7 +228,7 @@ def _from_source(build: Build, device: int) -> Any:
 
     given = options(dict(build.define)) + ((f"-arch={build.arch}",) if build.arch else ())
     with cupy.cuda.Device(device):
-        return cupy.RawModule(code=text(build.source), options=given).module
+        return cupy.RawModule(code=build.given + text(build.source), options=given).module
 
 
 def _binary(cubin: bytes, device: int) -> Any:

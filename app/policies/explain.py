@@ -12,10 +12,8 @@ from app.policies.plan import Plan, StepProgram
 from app.policies.read import Widths
 from app.policies.resolve import Policy, Resolved, content_text
 
-_SELECTION = {
-    True: "from the logits, in one read of them on a GPU",
-    False: "from computed ranks",
-}
+_LOGITS = "from the logits, in one read of them on a GPU"
+_GENERATED = "by its expressions inside the kernels on a GPU, from the logits; from computed ranks elsewhere"
 _PRECUT = {
     "R": "R: the rank is constant in a row",
     "L": "L: the rank follows the logit",
@@ -82,7 +80,7 @@ def _step(phases: Mapping[str, Resolved], program: StepProgram, moved: object) -
     return {
         "candidates": "children of the trie" if program.children else "all codes",
         "precut": program.precut,
-        "selection": "ranks" if program.legal is None else "logits",
+        "selection": "generated" if program.generated else "ranks" if program.legal is None else "logits",
         "cuts": program.cuts,
         "bytes": moved,
         "reads": sorted(program.uses),
@@ -128,7 +126,7 @@ def explain_text(policy: Policy, plan: Plan, contract: Contract, catalogue: Cata
         )
         out += _lines(phases, STEP_PHASES)
         out.append(f"  candidates   {source}; precut class {_PRECUT[program.precut]}")
-        out.append(f"  selection    {_SELECTION[program.legal is not None]}")
+        out.append(f"  selection    {_selection(program)}")
         out.append(f"  cut          {program.cuts}")
         size = _bytes(contract, before, shape.codes, after)
         ranks = f"at most {size['ranks']}{'' if program.legal is None else ', none from the logits'}"
@@ -143,6 +141,13 @@ def explain_text(policy: Policy, plan: Plan, contract: Contract, catalogue: Cata
     if plan.underfill == "error":
         out.append("  a list shorter than asked fails the request (underfill: error)")
     return "\n".join(out)
+
+
+def _selection(program: StepProgram) -> str:
+    """What the survivors are taken from."""
+    if program.generated is not None:
+        return _GENERATED
+    return _LOGITS if program.legal is not None else f"from computed ranks: {program.unfit}"
 
 
 def _bytes(contract: Contract, rows: int, codes: int, survivors: int) -> dict[str, int]:

@@ -12,6 +12,8 @@ from app.policies.check_types import bind, bounds, constant, dependence
 from app.policies.expr import Argument, Binary, Expr, Field, Name, OneOf, Operation, show, walk
 from app.policies.expr import Compare as Comparison
 from app.policies.facts import Facts
+from app.policies.generate import generate
+from app.policies.generated import Generated
 from app.policies.groups import group_of, keys_of
 from app.policies.lower import Scope, lower_condition, lower_number
 from app.policies.names import Dependence
@@ -61,6 +63,8 @@ def lower_step(
         extra=extra,
     )
     precut = _precut(rank, dependence(score, "score", policy.params, facts), policy, facts)
+    follows = _follows_logits(parts, show(score), precut)
+    own = "" if follows else _generated(parts, logits, score, rank, scope)
     return StepProgram(
         children=children,
         uses=_uses(parts, groups) - ({"trie"} if children else set()),
@@ -68,9 +72,11 @@ def lower_step(
         precut=_with_cuts(precut, (*parts.keep, *parts.prune)),
         run=program(parts),
         carries=select.carries,
-        legal=legality(parts) if _follows_logits(parts, show(score), precut) else None,
+        legal=legality(parts) if follows or isinstance(own, Generated) else None,
         masked=parts.mask is not True,
         cuts=cuts(parts),
+        generated=own if isinstance(own, Generated) else None,
+        unfit=own if isinstance(own, str) else "",
     )
 
 
@@ -79,6 +85,20 @@ def _follows_logits(parts: Parts, score: str, precut: str) -> bool:
     more = parts.keep or parts.prune or parts.caps or parts.floors or parts.select.name != "top"
     plain = parts.logits is None and parts.rank is None and score in ("parent + logp", "logp + parent")
     return plain and not more and precut in ("R", "L")
+
+
+def _generated(parts: Parts, logits: Expr, score: Expr, rank: Expr, scope: Scope) -> Generated | str:
+    """The step as the kernels compute it, or why they cannot."""
+    operators = {"keep": parts.keep, "prune": parts.prune, "quota": parts.caps or parts.floors}
+    more = [word for word, given in operators.items() if given]
+    if parts.select.name != "top":
+        more.append(parts.select.name)
+    if more:
+        return f"{' and '.join(more)} work on all ranks"
+    return generate(
+        None if parts.logits is None else logits, score, None if parts.rank is None else rank, scope,
+        normalized=parts.normalize != "none",
+    )  # fmt: skip
 
 
 def _with_cuts(rank: str, cuts: tuple[Applied, ...]) -> str:

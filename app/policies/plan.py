@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from app.core import Level
+from app.policies.generated import Generated
 from app.policies.operators import Operator, Operators
 
 Normalize = Literal["full", "step", "valid", "none"]
@@ -101,9 +102,12 @@ class StepProgram:
               gets rank -inf, and where they order otherwise the rank is their order. So the caller always takes the
               best K of `Scored.rank`, and needs no second way
     carries   `Scored.carry` is given and must be handed to the next step
-    legal     given where score and rank are parent + logp of the model's own logits and the best K are taken (classes R
-              and L): which candidates may be selected, [n, F] bool; None = all of them. Then selection from the logits
-              themselves (`app.ops.selection.select_logits`) gives what `run` and the best K of its ranks give
+    legal     given where the kernels can select without `run`: which candidates may be selected, [n, F] bool; None =
+              all of them. Without `generated`, score and rank are parent + logp of the model's own logits (classes R
+              and L): selection from the logits themselves (`app.ops.selection.select_logits`) gives what `run` and the
+              best K of its ranks give
+    generated score and rank as the kernels compute them (`app.ops.selection.select_ranked`), close to those of `run`
+    unfit     why there is neither, for `explain`
     masked    whether the mask says more than `children`; where not, only what the request excludes is left out
     cuts      what may be cut from the rows before the survivors are taken, in words (policy-language 2.3)
     """
@@ -117,6 +121,8 @@ class StepProgram:
     legal: Callable[[StepInputs], Tensor | None] | None = None
     masked: bool = True
     cuts: str = ""
+    generated: Generated | None = None
+    unfit: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,19 @@ from torch import Tensor
 
 from app.core import StepOutput, Survivors
 from app.errors import Fault, WidebeamError
-from app.ops.selection import child_of, children_bits, one_read, pack, sanitise, select_logits, select_top
+from app.ops.selection import (
+    Chosen,
+    Ranked,
+    child_of,
+    children_bits,
+    one_read,
+    pack,
+    ranked_ready,
+    sanitise,
+    select_logits,
+    select_ranked,
+    select_top,
+)
 from app.ops.trie import Children, children, contains, dense
 from app.ops.upload import upload, upload_ints
 from app.policies.plan import StepInputs, StepProgram, Structure
@@ -104,10 +116,14 @@ class Selection:
         bad: Tensor | None = torch.zeros(len(output.logits), dtype=torch.int64, device=self._device)
         ranked: list[_Segment] = []
         for segment in self._segments(state):
-            if not self._takes_logits(t, segment, output, keep):
+            if self._takes_logits(t, segment, output, keep):
+                survivors, wrong = self._from_logits(t, segment, output, state, keep)
+            elif self._takes_expressions(t, segment, output, keep):
+                survivors, wrong, broken = self._from_expressions(t, segment, output, state, keep)
+                bad_scores += broken
+            else:
                 ranked.append(segment)
                 continue
-            survivors, wrong = self._from_logits(t, segment, output, state, keep)
             parts.append((segment, survivors))
             bad = wrong if segment.rows is None or bad is None else bad.index_copy(0, segment.rows, wrong)
         if ranked:
@@ -127,29 +143,74 @@ class Selection:
     def _takes_logits(self, t: int, segment: _Segment, output: StepOutput, keep: Sequence[int]) -> bool:
         """Whether the survivors of a segment come from one read of the logits."""
         kept = [keep[request] for request in segment.requests]
-        return segment.structure.steps[t - 1].legal is not None and one_read(output.logits, segment.row_start, kept)
+        program = segment.structure.steps[t - 1]
+        follows = program.legal is not None and program.generated is None
+        return follows and one_read(output.logits, segment.row_start, kept)
+
+    def _takes_expressions(self, t: int, segment: _Segment, output: StepOutput, keep: Sequence[int]) -> bool:
+        """Whether the kernels compute the ranks of a segment's program, and have been compiled for it."""
+        program = segment.structure.steps[t - 1]
+        if program.generated is None:
+            return False
+        kept = [keep[request] for request in segment.requests]
+        return ranked_ready(
+            output.logits, segment.row_start, kept, normalize=_over(program, output),
+            definitions=program.generated.definitions,
+        )  # fmt: skip
 
     def _from_logits(
         self, t: int, segment: _Segment, output: StepOutput, state: BatchState, keep: Sequence[int]
     ) -> tuple[Survivors, Tensor]:
         """Survivors of a step whose program follows the logits, and how many of each row's are bad [n]."""
         program, rows, log_norm = segment.structure.steps[t - 1], segment.rows, output.log_norm
-        given = program.normalize == "full" and log_norm is not None
+        normalize = _over(program, output)
         best = select_logits(
             _take(output.logits, rows),
             _take(state.score, rows),
             _take(state.order, rows),
             segment.row_start,
             [keep[request] for request in segment.requests],
-            normalize="given" if given else "step" if program.normalize == "full" else program.normalize,
+            normalize=normalize,
             mask=self._mask(t, segment, output, state),
-            norm=_take(log_norm, rows) if given and log_norm is not None else None,
+            norm=_take(log_norm, rows) if normalize == "given" and log_norm is not None else None,
         )
+        return self._chosen(t, segment, best, state), best.bad.to(torch.int64)
+
+    def _from_expressions(
+        self, t: int, segment: _Segment, output: StepOutput, state: BatchState, keep: Sequence[int]
+    ) -> tuple[Survivors, Tensor, Tensor]:
+        """Survivors of a step whose program the kernels compute, how many logits of each row are bad [n], and how many
+        scores of all."""
+        program, rows, log_norm = segment.structure.steps[t - 1], segment.rows, output.log_norm
+        own, normalize = program.generated, _over(program, output)
+        assert own is not None, "asked before"
+        whole = bool(own.columns) or program.masked or not program.children
+        inputs = self._inputs(t, segment, output.logits, output, state, whole=whole)[0]
+        best, broken = select_ranked(
+            _take(output.logits, rows),
+            _take(state.score, rows),
+            _take(state.order, rows),
+            segment.row_start,
+            [keep[request] for request in segment.requests],
+            normalize=normalize,
+            ranked=Ranked(
+                own.definitions,
+                own.table(inputs, segment.structure.params),
+                own.dense(inputs, children=program.children),
+            ),
+            mask=self._mask(t, segment, output, state, inputs if whole else None),
+            norm=_take(log_norm, rows) if normalize == "given" and log_norm is not None else None,
+        )
+        return self._chosen(t, segment, best, state), best.bad.to(torch.int64), broken.sum(dtype=torch.int64)
+
+    def _chosen(self, t: int, segment: _Segment, best: Chosen, state: BatchState) -> Survivors:
+        """What the kernels chose, with its trie nodes."""
+        rows = segment.rows
         at, dead = best.parent.clamp(min=0), best.parent < 0
         before = _take(state.node, rows)[at].masked_fill_(dead, -1)
         node = child_of(self._trie.first, self._trie.code, before, best.code, self._trie.widest[t - 1])
         parent = best.parent if rows is None else rows[at].masked_fill_(dead, -1)
-        return Survivors(parent, best.code, best.order, best.score, node, best.n_valid), best.bad.to(torch.int64)
+        return Survivors(parent, best.code, best.order, best.score, node, best.n_valid)
 
     def _from_ranks(
         self, t: int, segment: _Segment, logits: Tensor, output: StepOutput, state: BatchState, keep: Sequence[int]
@@ -174,8 +235,10 @@ class Selection:
         )
         return survivors, scored.bad.sum()
 
-    def _mask(self, t: int, segment: _Segment, output: StepOutput, state: BatchState) -> Tensor | None:
-        """What may be selected, a bit for each code; None = everything."""
+    def _mask(
+        self, t: int, segment: _Segment, output: StepOutput, state: BatchState, inputs: StepInputs | None = None
+    ) -> Tensor | None:
+        """What may be selected, a bit for each code; None = everything. inputs: where they were made before."""
         program, rows, trie = segment.structure.steps[t - 1], segment.rows, self._trie
         dead = self._excluded[t - 1]
         if not program.masked and program.children:  # then nobody needs the children one by one
@@ -186,7 +249,7 @@ class Selection:
             )
         if not program.masked and not len(dead):
             return None
-        inputs, _ = self._inputs(t, segment, output.logits, output, state)
+        inputs = inputs or self._inputs(t, segment, output.logits, output, state)[0]
         legal = None if program.legal is None else program.legal(inputs)
         return None if legal is None else pack(inputs.code if program.children else None, legal, self._sizes[t - 1])
 
@@ -227,14 +290,14 @@ class Selection:
         return _Segment(self._jobs[requests[0]].plan.structure, tuple(requests), _starts(counts), rows)
 
     def _inputs(
-        self, t: int, segment: _Segment, logits: Tensor, output: StepOutput, state: BatchState
+        self, t: int, segment: _Segment, logits: Tensor, output: StepOutput, state: BatchState, *, whole: bool = True
     ) -> tuple[StepInputs, Tensor]:
-        """A program's inputs, and the trie node of each candidate [n, F]."""
+        """A program's inputs, and the trie node of each candidate [n, F]; F = 0 where not the `whole` is asked for."""
         program, rows = segment.structure.steps[t - 1], segment.rows
         node, request = _take(state.node, rows), _take(state.request, rows)
         parent, log_norm, uses = _take(state.score, rows), output.log_norm, program.uses
         grouped = "request" in uses
-        found = self._candidates(t, program, node)
+        found = self._candidates(t, program, node) if whole else _no_children(node)
         # a tombstone has node -1 and so no children; with all codes as candidates it must be masked
         legal = found.legal if program.children else found.legal & (parent > -torch.inf).unsqueeze(1)
         inputs = StepInputs(
@@ -290,6 +353,19 @@ class Selection:
             counts[requests:-1].index_add_(0, state.request, (state.score > -torch.inf).to(torch.int64))
         counts[-1:] += bad_scores
         return counts
+
+
+def _over(program: StepProgram, output: StepOutput) -> str:
+    """What log-probabilities are normalised over, as the kernels have it."""
+    if program.normalize != "full":
+        return program.normalize
+    return "step" if output.log_norm is None else "given"
+
+
+def _no_children(node: Tensor) -> Children:
+    """No candidates: what there is of rows alone."""
+    none = node.new_empty(len(node), 0)
+    return Children(none, none, none.bool())
 
 
 def _by_structure(requests: Iterable[int], jobs: Sequence[Job]) -> dict[str, list[int]]:

@@ -9,8 +9,8 @@
 // chunks have a best score of T or more, K candidates have, and those below T are not among the K best. Any lower bound
 // of the K-th best chunk serves as T; candidates are ranked by their exact score and place (T0).
 //
-// Compiled with -DPART (0 scan, 1 tail, 2 search) -DTYPE (0 bfloat16, 1 float16, 2 float32 logits)
-// -DSCORE (0: the logit, a given rank; 1: logit + parent; 2: (logit - norm) + parent) -DNORM (scan computes norm over
+// Compiled with -DPART (0 scan, 1 tail, 2 search, 3 rank_scan) -DTYPE (0 bfloat16, 1 float16, 2 float32 logits)
+// -DSCORE (0: the logit, a given rank; 1: logit + parent; 2: (logit - norm) + parent; 3: as ranked.cuh says) -DNORM (scan computes norm over
 // 0 nothing, 1 all codes, 2 the codes of the mask) -DMASK (1: a bit a code) -DVEC (1: rows of whole 16-byte vectors)
 // -DSMALL (1: a chunk is 16 bytes, for few rows; 0: UNITS times 512 bytes) -DUNITS -DCLUSTER (blocks a request)
 //
@@ -25,10 +25,19 @@
 // build: PART=1 TYPE=2 SCORE=0 NORM=0 MASK=0 VEC=1 SMALL=0,1 UNITS=2 CLUSTER=4,8
 // build: PART=2 TYPE=0 SCORE=2 NORM=0 MASK=0,1 VEC=0 SMALL=0 UNITS=1 CLUSTER=1 spill=1024
 // build: PART=2 TYPE=2 SCORE=0 NORM=0 MASK=0 VEC=0 SMALL=1 UNITS=2 CLUSTER=1 spill=1024
+// build: PART=3 TYPE=0 SCORE=3 NORM=0,1,2 MASK=1 VEC=1 SMALL=0 UNITS=1 CLUSTER=1
+// build: PART=3 TYPE=2 SCORE=3 NORM=1 MASK=1 VEC=0 SMALL=1 UNITS=2 CLUSTER=1 spill=512
+// build: PART=1 TYPE=0 SCORE=3 NORM=0 MASK=1 VEC=1 SMALL=0 UNITS=1 CLUSTER=1,3,8
+// build: PART=2 TYPE=0 SCORE=3 NORM=0 MASK=1 VEC=0 SMALL=0 UNITS=1 CLUSTER=1 spill=1024
 
 // part: selection/common.cuh
+// part: selection/ranked.cuh
 #if PART == 0
+// part: selection/rows.cuh
 // part: selection/scan.cuh
+#elif PART == 3
+// part: selection/rows.cuh
+// part: selection/rank_scan.cuh
 #else
 // part: selection/survivors.cuh
 #if PART == 1

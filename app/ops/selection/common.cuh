@@ -58,6 +58,12 @@ __device__ __forceinline__ float widened(Logit x) {
 #endif
 }
 
+// Logit k of a vector, widened.
+__device__ __forceinline__ float element(const uint4& x, int k) {
+    const u32 word[4] = {x.x, x.y, x.z, x.w};
+    return TYPE == 2 ? low_of(word[k % 4]) : k % 2 ? high_of(word[k / 2]) : low_of(word[k / 2]);
+}
+
 // One rounding an operation, in the written order; the instructions keep subnormal numbers and are never contracted.
 __device__ __forceinline__ float add(float a, float b) {
     float c;
@@ -119,6 +125,7 @@ __device__ __forceinline__ uint4 load(const Logit* row, int e, int codes) {
 // Bits of the mask for logits e .. e + V - 1, where e is in the row.
 __device__ __forceinline__ u32 load_bits(const u8* mask, i64 row, i64 stride, int e) {
 #if MASK
+    if (SCORE == 3 && !mask) return 255u;
     u32 byte = mask[row * stride + (e >> 3)];
     return V == 4 ? (byte >> (e & 4)) & 15u : byte;
 #else

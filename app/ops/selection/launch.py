@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.ops import cuda
-from app.ops.cuda import Kernel
+from app.ops.cuda import Build, Kernel
 from app.ops.selection.following import follow
 from app.ops.selection.geometry import Geometry, Requests, geometry
 
@@ -28,8 +28,15 @@ EARLY = True
 """Whether tail and search begin while the kernel before them ends, where the GPU can (compute capability 9.0)."""
 
 
+MOST_COLUMNS = 3
+"""Columns that a `Ranked` may have (`MOST_COLUMNS` of ranked.cuh)."""
+RANKED = 3
+"""SCORE of a `Ranked`."""
+
+
 class Launched(NamedTuple):
-    """row, code, order [M] int64, score [M] float32, n_valid [R] int64 (see `Selected`), and bad [n] int32."""
+    """row, code, order [M] int64, score [M] float32, n_valid [R] int64 (see `Selected`), and bad [n] int32; broken [n]
+    int32: candidates that a bad score or rank cost, [0] but for a `Ranked`."""
 
     row: Tensor
     code: Tensor
@@ -37,6 +44,19 @@ class Launched(NamedTuple):
     score: Tensor
     n_valid: Tensor
     bad: Tensor
+    broken: Tensor
+
+
+class Ranked(NamedTuple):
+    """Scores and ranks by an expression: the definitions that ranked.cuh is compiled with, and what they read.
+
+    values   [n, their number] float32, at least one column
+    columns  [n, >= C] float32 each, MOST_COLUMNS at most; read where a candidate is legal, entries of a row in sequence
+    """
+
+    definitions: str
+    values: Tensor
+    columns: tuple[Tensor, ...] = ()
 
 
 class Scores(NamedTuple):
@@ -46,12 +66,14 @@ class Scores(NamedTuple):
     norm       [n] float32 where `normalize` is "given"; "step" and "valid" write theirs here
     parent     [n] float32, -inf = dead row; None: the score is the logit
     normalize  "step", "valid", "given", "none"
+    ranked     not by this sum but so; `parent` must be there
     """
 
     mask: Tensor | None = None
     norm: Tensor | None = None
     parent: Tensor | None = None
     normalize: str = "none"
+    ranked: Ranked | None = None
 
 
 def layout(codes: int, itemsize: int, of: Requests, device: torch.device) -> Geometry | None:
@@ -80,12 +102,26 @@ def defines(kind: int, score: int, norm: int, shape: Geometry, *, mask: bool, wh
 
     kind: of `TYPES` · score, norm: see chunk.cu · whole: rows of logits are whole 16-byte vectors
     """
+    mask = mask or score == RANKED  # which takes none, too
     same = {"TYPE": kind, "SCORE": score, "MASK": int(mask), "SMALL": int(shape.small), "UNITS": shape.units}
     return Defines(
-        scan={"PART": 0, "NORM": norm, "VEC": int(whole), "CLUSTER": 1, **same},
+        scan={"PART": 3 if score == RANKED else 0, "NORM": norm, "VEC": int(whole), "CLUSTER": 1, **same},
         tail={"PART": 1, "NORM": 0, "VEC": int(whole), "CLUSTER": shape.cluster, **same},
         search={"PART": 2, "NORM": 0, "VEC": 0, "CLUSTER": 1, **same},
     )
+
+
+def builds(
+    kind: int, score: int, normalize: str, shape: Geometry, *, mask: bool = True, whole: bool, definitions: str = ""
+) -> tuple[Build, ...]:
+    """The modules of a launch; `defines` says what is given, normalize is of `NORMS`."""
+    made = defines(kind, score, NORMS[normalize], shape, mask=mask, whole=whole)
+    return tuple(Build.of(SOURCE, **one)._replace(given=definitions) for one in made)
+
+
+def whole_vectors(logits: Tensor) -> bool:
+    """Whether rows of logits are whole 16-byte vectors."""
+    return logits.data_ptr() % 16 == 0 and logits.shape[1] * logits.element_size() % 16 == 0
 
 
 def select(
@@ -113,25 +149,45 @@ def select(
     mask, norm, parent = scores.mask, scores.norm, scores.parent
     if norm is None:
         norm = torch.empty(n, dtype=torch.float32, device=device)
-    whole = logits.data_ptr() % 16 == 0 and codes * logits.element_size() % 16 == 0
     of_score = 0 if parent is None else 1 if scores.normalize == "none" else 2
-    builds = defines(of_type, of_score, NORMS[scores.normalize], shape, mask=mask is not None, whole=whole)
+    ranked, given, definitions = scores.ranked, tuple[int, ...](), ""
+    broken = torch.empty(n if ranked else 0, dtype=torch.int32, device=device)
+    if ranked is not None:
+        of_score, given, definitions = RANKED, _given(ranked), ranked.definitions
+    made = defines(
+        of_type, of_score, NORMS[scores.normalize], shape, mask=mask is not None, whole=whole_vectors(logits)
+    )
     stride = 0 if mask is None else mask.stride(0)
     at = [0 if one is None else one.data_ptr() for one in (logits, mask, chunk, ends, norm, parent, order)]
     if n and check & 1:
-        scan = cuda.load(SOURCE, "scan", device, **builds.scan)
-        scan.launch(n, 128, at[0], at[1], at[5], *at[2:5], bad.data_ptr(), codes, stride, shape.chunks)
+        scan = _kernel("scan" if ranked is None else "rank_scan", device, made.scan, definitions)
+        counts = (bad.data_ptr(),) if ranked is None else (bad.data_ptr(), broken.data_ptr())
+        scan.launch(n, 128, at[0], at[1], at[5], *at[2:5], *counts, codes, stride, shape.chunks, *given)
     outputs = (row, code, place, score, n_valid, ancestry_out, overflow)
     depth = 0 if ancestry is None else ancestry.shape[1]
     operands = (
         *at, *(one.data_ptr() for one in of[:3]), 0 if ancestry is None else ancestry.data_ptr(),
-        *(0 if one is None else one.data_ptr() for one in outputs), depth, codes, stride, shape.chunks,
+        *(0 if one is None else one.data_ptr() for one in outputs), depth, codes, stride, shape.chunks, *given,
     )  # fmt: skip
     run = follow if early and limits(device.index or 0)[0] else Kernel.launch
     if count and check & 2:
-        tail = cuda.load(SOURCE, "tail", device, memory=shape.memory, **builds.tail)
+        tail = _kernel("tail", device, made.tail, definitions, shape.memory)
         run(tail, count * shape.cluster, 1024, *operands, shape.places, shape.room, shape.scores, shape.lines)
     if count and check & 4:
-        search = cuda.load(SOURCE, "search", device, memory=shape.search_memory, **builds.search)
+        search = _kernel("search", device, made.search, definitions, shape.search_memory)
         run(search, count, 1024, *operands, shape.keys, of.most)
-    return Launched(row, code, place, score, n_valid, bad)
+    return Launched(row, code, place, score, n_valid, bad, broken)
+
+
+def _kernel(name: str, device: torch.device, define: dict[str, Any], definitions: str, memory: int = 0) -> Kernel:
+    if not definitions:
+        return cuda.load(SOURCE, name, device, memory=memory, **define)
+    return cuda.entry(Build.of(SOURCE, **define)._replace(given=definitions), name, device, memory=memory)
+
+
+def _given(ranked: Ranked) -> tuple[int, ...]:
+    """What an expression reads, as ranked.cuh takes it."""
+    absent = [0] * (MOST_COLUMNS - len(ranked.columns))
+    pointers = [one.data_ptr() for one in ranked.columns]
+    strides = [one.stride(0) for one in ranked.columns]
+    return ranked.values.data_ptr(), *pointers, *absent, *strides, *absent

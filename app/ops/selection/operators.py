@@ -16,6 +16,7 @@ from app.ops import cuda
 from app.ops.library import register
 from app.ops.selection import launch, radix, reference
 from app.ops.selection.geometry import Requests, requests
+from app.ops.selection.launch import Ranked
 from app.ops.selection.reference import Chosen, Selected
 
 
@@ -60,6 +61,51 @@ def one_read(logits: Tensor, row_start: Sequence[int], keep: Sequence[int]) -> b
         return False
     of = requests(row_start, keep, logits.device)
     return launch.layout(logits.shape[1], logits.element_size(), of, logits.device) is not None
+
+
+def select_ranked(
+    logits: Tensor,
+    parent: Tensor,
+    order: Tensor,
+    row_start: Sequence[int],
+    keep: Sequence[int],
+    *,
+    normalize: str,
+    ranked: Ranked,
+    mask: Tensor | None = None,
+    norm: Tensor | None = None,
+) -> tuple[Chosen, Tensor]:
+    """The best keep[r] of each request by a rank that the kernels compute of each logit (policy-language 2.3, classes M
+    and E), where `ranked_ready`; operands as of `select_logits`.
+
+    Survivors are exact on the ranks that the kernels compute: those of torch's operators, but for the last place of
+    log-sum-exp, exp, log, sigmoid and powers. Returns what was chosen, with the score that a survivor carries, and
+    [n] int32 how many candidates a NaN or +inf in score or rank cost.
+    """
+    of = requests(row_start, keep, logits.device)
+    shape = launch.layout(logits.shape[1], logits.element_size(), of, logits.device)
+    if shape is None:
+        raise ValueError(
+            f"select_ranked: {of.widest} rows of {logits.shape[1]} codes and {of.most} survivors do not fit"
+        )
+    scores = launch.Scores(mask, norm, parent, normalize, ranked)
+    found = launch.select(logits, scores, order, of, shape, early=launch.EARLY)
+    slots = torch.empty(of.total, 0, dtype=torch.int32, device=logits.device)
+    return Chosen(*found[:5], found.bad, slots), found.broken
+
+
+def ranked_ready(
+    logits: Tensor, row_start: Sequence[int], keep: Sequence[int], *, normalize: str, definitions: str
+) -> bool:
+    """Whether `select_ranked` takes these logits and its kernels are there, so that it compiles nothing."""
+    if not one_read(logits, row_start, keep):
+        return False
+    of = requests(row_start, keep, logits.device)
+    shape = launch.layout(logits.shape[1], logits.element_size(), of, logits.device)
+    kind, whole = launch.TYPES[logits.dtype], launch.whole_vectors(logits)
+    assert shape is not None, "one_read"
+    builds = launch.builds(kind, launch.RANKED, normalize, shape, whole=whole, definitions=definitions)
+    return all(cuda.is_ready(one, logits.device) for one in builds)
 
 
 def _select_top(

@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) search(PARAMETERS, i64 key
     // The K best chunks, by (best score, first place): each other chunk is beaten by K candidates.
     auto chunk_key = [&](u32 i) -> u64 {
         i64 row = q.first + i / chunks;
-        float s = good_score(chunk[(i64)q.first * chunks + i], norm_of(norm, row), parent_of(parent, row));
+        float s = chunk_score(chunk[(i64)q.first * chunks + i], norm_of(norm, row), parent_of(parent, row));
         return s > NEG ? key_of(s, place[i / chunks] * (u32)chunks + i % chunks) : 0;
     };
     const u32 all = (u32)q.rows * (u32)chunks;
@@ -93,8 +93,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) search(PARAMETERS, i64 key
         i64 row = q.first + id / chunks;
         int e = p * size + (int)(i % size);
         if (e >= codes || !(load_bits(mask, row, mask_stride, e & ~(V - 1)) >> (e & (V - 1)) & 1u)) return 0;
-        float x = widened(logits[row * codes + e]);
-        float s = x <= LARGEST ? good_score(x, norm_of(norm, row), parent_of(parent, row)) : NEG;
+        float s = candidate_score(o, row, e, codes);
         return s > NEG ? key_of(s, place[id / chunks] * (u32)codes + e) : 0;
     };
     const u32 elements = listed * size;

@@ -25,6 +25,7 @@ struct Operands {
     i64* valid_out;           // [R]
     int* ancestry_out;        // [M, depth + 1]
     int* overflow;            // [R] tail -> search
+    Given given;
 };
 
 #define PARAMETERS \
@@ -32,19 +33,34 @@ struct Operands {
     const float *norm, const float *__restrict__ parent, const i64 *__restrict__ order, \
     const int *__restrict__ row_start, const int *__restrict__ keep, const int *__restrict__ out_start, \
     const int *__restrict__ ancestry, i64 *row_out, i64 *code_out, i64 *order_out, float *score_out, i64 *valid_out, \
-    int *ancestry_out, int *overflow, i64 depth_, i64 codes_, i64 mask_stride, i64 chunks_
+    int *ancestry_out, int *overflow, i64 depth_, i64 codes_, i64 mask_stride, i64 chunks_ GIVEN_PARAMETERS
 
 #define OPERANDS \
     {logits, mask, chunk, ends, norm, parent, order, row_start, keep, out_start, ancestry, row_out, code_out, order_out, \
-     score_out, valid_out, ancestry_out, overflow}
+     score_out, valid_out, ancestry_out, overflow, GIVEN}
 
-__device__ __forceinline__ float norm_of(const float* norm, i64 row) { return SCORE == 2 ? norm[row] : 0.f; }
+__device__ __forceinline__ float norm_of(const float* norm, i64 row) { return SCORE >= 2 ? norm[row] : 0.f; }
 __device__ __forceinline__ float parent_of(const float* parent, i64 row) { return SCORE ? __ldg(parent + row) : 0.f; }
 
 // T0 as one number, larger is better: the score, then the smallest order * codes + code. -0.0 is +0.0. Never 0.
 __device__ __forceinline__ u64 key_of(float score, u32 place) {
     u32 rank = (u32)ordered(add(score, 0.f)) ^ 0x80000000u;
     return (u64)rank << 32 | (0xffffffffu - place);
+}
+
+// What a chunk's best score is, by what the scan found of it.
+__device__ __forceinline__ float chunk_score(float best, float norm, float parent) {
+    return SCORE == 3 ? best : good_score(best, norm, parent);
+}
+
+// The score of candidate e of a row, which is legal.
+__device__ __forceinline__ float candidate_score(const Operands& o, i64 row, int e, int codes) {
+    const float logit = widened(o.logits[row * codes + e]), norm = norm_of(o.norm, row), parent = parent_of(o.parent, row);
+#if SCORE == 3
+    return rank_of(o.given, sane(logit), norm, parent, row, e, true).rank;
+#else
+    return good_score(logit, norm, parent);
+#endif
 }
 
 __device__ __forceinline__ float score_in(u64 key) { return unordered((int)((u32)(key >> 32) ^ 0x80000000u)); }
@@ -62,7 +78,16 @@ __device__ __forceinline__ void emit(
     o.row_out[to] = row;
     o.code_out[to] = code;
     o.order_out[to] = at;
+#if SCORE == 3 && defined RANK
+    if (o.score_out && key) {
+        float logit = widened(o.logits[row * codes + code]);
+        o.score_out[to] = rank_of(o.given, sane(logit), norm_of(o.norm, row), parent_of(o.parent, row), row, code, true).score;
+    } else if (o.score_out) {
+        o.score_out[to] = NEG;
+    }
+#else
     if (o.score_out) o.score_out[to] = key ? score_in(key) : NEG;
+#endif
     if (o.ancestry_out) {
         i64 from = row < 0 ? 0 : row;
         int* line = o.ancestry_out + to * (depth + 1);

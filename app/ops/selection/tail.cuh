@@ -3,7 +3,7 @@
 #define BINS 512    // of chunk scores
 #define FINE 2048   // of candidates
 #define MOST 1024   // candidates of a bin that are ranked by comparing each with each
-#define AHEAD (CLUSTER > 2 ? 2 : 4)  // vectors of a lane in flight
+#define AHEAD (SCORE == 3 ? 1 : CLUSTER > 2 ? 2 : 4)  // vectors of a lane in flight
 
 #if CLUSTER > 1
 __device__ __forceinline__ void cluster_sync() {
@@ -88,7 +88,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
         i64 row = q.first + i;
         float a = norm_of(norm, row), b = parent_of(parent, row);
         float2 e = __ldcg(ends + row);
-        float best = good_score(e.x, a, b), worst = good_score(e.y, a, b);
+        float best = chunk_score(e.x, a, b), worst = chunk_score(e.y, a, b);
         high_seen = max(high_seen, ordered(best));
         if (worst > NEG) low_seen = min(low_seen, ordered(worst));
         invert(o, q, i, place, inverse);
@@ -101,7 +101,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
         float4 c = __ldcg((const float4*)chunk + (i64)q.first * wide + g);
         float a = norm_of(norm, row), b = parent_of(parent, row);
         ((float4*)scores)[j] =
-            make_float4(good_score(c.x, a, b), good_score(c.y, a, b), good_score(c.z, a, b), good_score(c.w, a, b));
+            make_float4(chunk_score(c.x, a, b), chunk_score(c.y, a, b), chunk_score(c.z, a, b), chunk_score(c.w, a, b));
     }
     high_seen = __reduce_max_sync(ALL, high_seen), low_seen = __reduce_min_sync(ALL, low_seen);
     if (lane == 0) start[tid >> 5] = (u32)high_seen, start[32 + (tid >> 5)] = (u32)low_seen;
@@ -197,10 +197,18 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
         u32 bits = 0;
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
-            const u32 word[4] = {x[u].x, x[u].y, x[u].z, x[u].w};
+#if SCORE == 3
+            u32 w = base + u, line = SMALL ? w * 32 + lane : w / UNITS, id = list[line < lines ? line : 0];
+            i64 row = q.first + id / chunks;
+            int e = SMALL ? id % chunks * V : (int)(id % chunks * UNITS + w % UNITS) * UNIT + lane * V;
+            const float norm_ = norm_of(norm, row), parent_ = parent_of(parent, row);
+#endif
 #pragma unroll
             for (int k = 0; k < V; k++) {
-                float f = TYPE == 2 ? low_of(word[k % 4]) : k % 2 ? high_of(word[k / 2]) : low_of(word[k / 2]);
+                float f = element(x[u], k);
+#if SCORE == 3
+                f = rank_of(o.given, sane(f), norm_, parent_, row, e + k, legal[u] >> k & 1u).rank;
+#endif
                 if (f >= bound[u] && f <= LARGEST) bits |= (legal[u] >> k & 1u) << (u * V + k);
             }
         }
@@ -220,7 +228,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
             u32 id = list[SMALL ? w * 32 + lane : w / UNITS], p = id % chunks, in = id / chunks;
             int e = (SMALL ? p * V : (p * UNITS + w % UNITS) * UNIT + lane * V) + k % V;
             i64 row = q.first + in;
-            float s = good_score(widened(logits[row * codes + e]), norm_of(norm, row), parent_of(parent, row));
+            float s = candidate_score(o, row, e, codes);
             if (at < room) {
                 candidate[at] = key_of(s, place[in] * (u32)codes + e);
                 u32 b = bin_of(s, top, fine_scale, FINE);

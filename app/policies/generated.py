@@ -1,0 +1,55 @@
+"""A step as the selection kernels compute it: the text of its expressions, and what they read of a batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from app.policies.plan import StepInputs
+
+
+class Generated(NamedTuple):
+    """A step as the kernels compute it.
+
+    definitions  C, see ranked.cuh
+    values       names of the numbers of a row, in the order of the table: "width", `param.x`, `user.x`, `head.x`, and
+                 conditions on `ctx` by their text
+    columns      names of the numbers of a candidate: "trie", "seen", `head.x`, `prior.x`, ..
+    """
+
+    definitions: str
+    values: tuple[str, ...]
+    columns: tuple[str, ...]
+
+    def table(self, inputs: StepInputs, params: tuple[str, ...]) -> Tensor:
+        """The values, [n, at least 1] float32. params: `Structure.params`."""
+        parts = [_of_row(name, inputs, params) for name in self.values] or [inputs.parent]
+        return torch.stack([one.to(torch.float32) for one in parts], dim=1)
+
+    def dense(self, inputs: StepInputs, *, children: bool) -> tuple[Tensor, ...]:
+        """The columns by code, [n, at least C] float32 each; what is no candidate has an arbitrary number.
+
+        children  of `StepProgram`: columns other than `head.x` come by candidate, and go to the places of their codes
+        """
+        return tuple(_by_code(name, inputs, children=children) for name in self.columns)
+
+
+def _of_row(name: str, inputs: StepInputs, params: tuple[str, ...]) -> Tensor:
+    if name == "width":
+        return inputs.width
+    if name.startswith("param."):
+        return inputs.params[:, params.index(name[6:])]
+    return inputs.extra[name]
+
+
+def _by_code(name: str, inputs: StepInputs, *, children: bool) -> Tensor:
+    given = {"trie": inputs.trie, "seen": inputs.seen}.get(name)
+    column = (inputs.extra[name] if given is None else given).to(torch.float32)
+    if name.startswith("head.") or not children:
+        return column.contiguous()
+    codes = inputs.logits.shape[1]
+    whole = torch.empty(len(column), codes + 1, dtype=torch.float32, device=column.device)  # the last for padding
+    return whole.scatter_(1, inputs.code.masked_fill(~inputs.legal, codes), column)

@@ -1,0 +1,165 @@
+"""What the kernels compute of a policy's expressions is what its program computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.ops.selection import geometry, launch, pack
+from app.ops.selection import reference as definition
+from app.policies.plan import Plan, StepInputs
+from tests.policies.test_choose import PLANS, policy
+
+INF = float("inf")
+DEVICE = torch.device("cuda:0")
+EXACT = {
+    "weighted": policy("score: parent + 0.8 * logp", normalize="full"),
+    "bent": policy("rank: where(logp > -9, score, 2 * score) - max(logp, -7) / 3", normalize="full"),
+    "columns": policy(
+        "rank: score - param.g * prior.popularity + where(boosted.campaign, param.d, 0) + user.age / 100",
+        normalize="full",
+    ),
+    "labels": policy(
+        'rank: score + where(attr.genre in ["drama", "crime"], 1, 0) - where(attr.genre != "crime", attr.age, 0) / 7',
+        normalize="full",
+    ),
+    "seen last": policy("rank: score - where(seen, 1000, 0)", normalize="full"),
+    "all codes": policy("rank: score + abs(attr.age - 4) ** 2 - width", mask="not blocked.ads", normalize="full"),
+    "of rows": policy(
+        'score: parent + logp * where(ctx.country == "BR", param.p, 1)', "rank: 0 - score", normalize="full"
+    ),
+    "not a number": policy("rank: score + log(attr.age - 5) + sqrt(attr.age - 2)", normalize="full"),
+}  # the last is of logarithms of few whole numbers
+CLOSE = {
+    "probable": policy("rank: score - param.d * prob", normalize="full"),
+    "sigmoid": policy("rank: score * sigmoid(prior.popularity) + exp(logp / 2) ** 0.5", normalize="full"),
+    "temperature": policy("logits: logit / param.p", normalize="step"),
+    "debiased": policy("logits: logit - log(param.d)", "rank: score - 0.1 * prior.popularity", normalize="step"),
+}
+
+
+def inputs(plan: Plan, rows: int, codes: int, f: int, *, dtype: torch.dtype) -> StepInputs:
+    """Random rows; logits are of 16 bit, and hold NaN and infinities."""
+    program = plan.structure.steps[1]
+    logits = (torch.randn(rows, codes, device=DEVICE) * 2).to(dtype)
+    chance = torch.rand(rows, codes, device=DEVICE)
+    logits[chance < 0.002], logits[chance > 0.998] = float("nan"), -INF
+    logits[(chance > 0.5) & (chance < 0.501)] = INF
+    if program.children:
+        code = torch.rand(rows, codes, device=DEVICE).topk(f, dim=1).indices.sort(1).values
+    else:
+        f, code = codes, torch.arange(codes, device=DEVICE).expand(rows, codes)
+
+    def flags(share: float) -> Tensor:
+        return torch.rand(rows, f, device=DEVICE) < share
+
+    extra = {
+        "attr.genre": torch.randint(-1, 3, (rows, f), device=DEVICE),
+        "attr.cold": flags(0.3),
+        "attr.age": torch.randint(0, 10, (rows, f), device=DEVICE).float(),
+        "prior.popularity": -torch.rand(rows, f, device=DEVICE),
+        "blocked.ads": flags(0.2),
+        "boosted.campaign": flags(0.2),
+        "user.age": torch.randint(0, 90, (rows,), device=DEVICE).float(),
+        'ctx.country == "BR"': torch.rand(rows, device=DEVICE) < 0.5,
+    }
+    parent = torch.randn(rows, device=DEVICE)
+    parent[torch.rand(rows, device=DEVICE) < 0.1] = -INF
+    legal = flags(0.7)
+    legal[:: max(2, rows // 3)] = False
+    return StepInputs(
+        logits=logits,
+        log_norm=None,
+        code=code,
+        legal=legal & (parent > -INF)[:, None],
+        trie=None,
+        seen=flags(0.3),
+        excluded=flags(0.1),
+        parent=parent,
+        params=torch.rand(rows, max(1, len(plan.structure.params)), device=DEVICE) + 0.5,
+        step=2,
+        width=torch.randint(1, 9, (rows,), device=DEVICE).float(),
+        extra={name: value for name, value in extra.items() if name in program.uses},
+    )
+
+
+def check(
+    plan: Plan, widths: list[int], codes: int, keep: list[int], *, exact: bool, normalize: str = "step",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    """One launch against the program's ranks, which are given the kernel's own log-sum-exp."""
+    program = plan.structure.steps[1]
+    own = program.generated
+    assert own is not None, program.unfit
+    given = inputs(plan, sum(widths), codes, max(1, codes // 3), dtype=dtype)
+    order = torch.cat([torch.randperm(width, device=DEVICE) for width in widths])
+    start = [0, *torch.tensor(widths).cumsum(0).tolist()]
+    of = geometry.requests(start, keep, DEVICE)
+    shape = launch.layout(codes, given.logits.element_size(), of, DEVICE)
+    assert shape is not None and program.legal is not None
+    legal = program.legal(given)
+    mask = None if legal is None else pack(given.code if program.children else None, legal, codes)
+    ranked = launch.Ranked(
+        own.definitions, own.table(given, plan.structure.params), own.dense(given, children=program.children)
+    )
+    norm = torch.randn(len(given.parent), device=DEVICE) + 9
+    scores = launch.Scores(mask, norm, given.parent, normalize, ranked)
+    got = launch.select(given.logits, scores, order, of, shape, early=True)
+    sane, bad = definition.sanitise(given.logits)
+    assert bad is not None
+    assert torch.equal(got.bad, (bad * (given.parent > -INF)).int())
+    scored = program.run(given._replace(logits=sane, log_norm=norm))
+    best = definition.select_top(scored.rank, given.code, order, codes, start, keep)
+    assert torch.equal(got.n_valid, best.n_valid)
+    assert torch.equal(got.broken.long(), scored.bad)
+    assert torch.equal(got.row < 0, best.parent < 0)
+    at, dead = best.parent.clamp(min=0), best.parent < 0
+    code = given.code[at, best.column.clamp(min=0)].masked_fill(dead, -1)
+    score = scored.score[at, best.column.clamp(min=0)].masked_fill(dead, -INF)
+    if exact:
+        assert torch.equal(got.row, best.parent)
+        assert torch.equal(got.code, code)
+        assert torch.equal(got.score, score)
+        return
+    rank = scored.rank
+    if program.children:
+        rank = torch.full((len(rank), codes), -INF, device=DEVICE).scatter_(1, given.code, scored.rank)
+    mine = rank[got.row.clamp(min=0), got.code.clamp(min=0)].masked_fill(got.row < 0, -INF)
+    torch.testing.assert_close(mine, scored.rank[at, best.column.clamp(min=0)].masked_fill(dead, -INF))
+    keys = (got.row * codes + got.code)[got.row >= 0]
+    assert len(keys.unique()) == len(keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", EXACT)
+def test_ranks_are_those_of_the_program_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    exact = name != "not a number"
+    for normalize in ("step", "valid", "given"):
+        check(EXACT[name], [128] * 3, 8192, [128] * 3, exact=exact, normalize=normalize, dtype=dtype)
+    for codes in (8191, 1000, 24, 3):
+        check(EXACT[name], [1, 70, 0, 30, 7], codes, [50, 128, 0, 300, 1], exact=exact, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_ranks_are_close_to_those_of_the_program(name: str) -> None:
+    check(CLOSE[name], [128] * 3, 8192, [128] * 3, exact=False)
+    check(CLOSE[name], [1, 70, 0, 30, 7], 1000, [50, 128, 0, 300, 1], exact=False)
+
+
+def test_large_vocabularies_and_many_survivors() -> None:
+    check(EXACT["bent"], [40] * 2, 65536, [1024] * 2, exact=True)
+    check(EXACT["columns"], [64] * 3, 20000, [1500] * 3, exact=True)
+    check(EXACT["weighted"], [1] * 3, 8192, [512] * 3, exact=True)
+
+
+def test_equal_ranks_go_by_their_places() -> None:
+    flat = policy("rank: 0 * logp", normalize="full")
+    check(flat, [100] * 2, 8192, [300] * 2, exact=True)
+    check(policy("score: parent * 0", normalize="none"), [9] * 3, 300, [64] * 3, exact=True, normalize="none")
+
+
+@pytest.mark.parametrize("name", [name for name, one in PLANS.items() if one.structure.steps[1].generated is None])
+def test_what_the_kernels_do_not_compute_says_why(name: str) -> None:
+    program = PLANS[name].structure.steps[1]
+    assert program.unfit or program.legal is not None
