@@ -26,16 +26,32 @@ def quantile(blocks: Sequence[Floats], q: float) -> float:
     return float(values[max(0, int(np.ceil(q * len(values))) - 1)])
 
 
-def ratio(above: Sequence[Floats], below: Sequence[Floats], q: float, resamples: int = RESAMPLES) -> tuple[float, ...]:
-    """above / below at a quantile, with the 2.5 % and 97.5 % points of a bootstrap over blocks."""
-    random = np.random.default_rng(0)
+class Ordered:
+    """Values in blocks, sorted once, so that a draw of blocks is a count of each."""
 
-    def drawn(blocks: Sequence[Floats]) -> list[Floats]:
-        return [blocks[n] for n in random.integers(0, len(blocks), len(blocks))]
+    def __init__(self, blocks: Sequence[Floats]) -> None:
+        values = np.concatenate(blocks)
+        order = np.argsort(values, kind="stable")
+        self._values = values[order]
+        self._block = np.repeat(np.arange(len(blocks)), [len(one) for one in blocks])[order]
+        self._blocks = len(blocks)
 
-    found = [quantile(drawn(above), q) / quantile(drawn(below), q) for _ in range(resamples)]
-    low, high = np.quantile(found, (0.025, 0.975))
-    return quantile(above, q) / quantile(below, q), float(low), float(high)
+    def drawn(self, random: np.random.Generator) -> Floats:
+        """The QUANTILES of as many blocks as there are, drawn with replacement."""
+        counts = np.bincount(random.integers(0, self._blocks, self._blocks), minlength=self._blocks)
+        upto = np.cumsum(counts[self._block])
+        wanted = np.maximum(1, np.ceil(np.array(list(QUANTILES.values())) * upto[-1]))
+        return self._values[np.searchsorted(upto, wanted)]
+
+
+def ratios(above: Sequence[Floats], below: Sequence[Floats], resamples: int = RESAMPLES) -> Row:
+    """above / below at each of QUANTILES, with the 2.5 % and 97.5 % points of a bootstrap over blocks."""
+    random, upper, lower = np.random.default_rng(0), Ordered(above), Ordered(below)
+    found = np.array([upper.drawn(random) / lower.drawn(random) for _ in range(resamples)])
+    return {
+        name: (quantile(above, q) / quantile(below, q), *map(float, np.quantile(found[:, n], (0.025, 0.975))))
+        for n, (name, q) in enumerate(QUANTILES.items())
+    }
 
 
 def mixed(parts: Sequence[Row]) -> Row:
@@ -91,8 +107,8 @@ def summary(parts: Sequence[Row]) -> Row:
         "late_p99_ms": quantile([np.array(c["columns"]["late_ms"]) for c in clients if c["columns"]], 0.99),
         "steady_ms": {name: quantile(both, q) for name, q in QUANTILES.items()},
         "during_ms": {name: quantile(during, q) for name, q in QUANTILES.items()} if during else {},
-        "ratio": {name: ratio(during, both, q) for name, q in QUANTILES.items()} if during else {},
-        "aa": {name: ratio(steady[1], steady[0], q) for name, q in QUANTILES.items()},
+        "ratio": ratios(during, both) if during else {},
+        "aa": ratios(steady[1], steady[0]),
         "p99_by_part": [_of_part(one, 0.99) for one in found],
         "first_ms": {name: quantile(first, q) for name, q in QUANTILES.items()} if first else {},
         "hold_ms": {name: float(np.quantile(holds, q)) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1))}

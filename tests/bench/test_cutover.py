@@ -19,7 +19,7 @@ from bench import _cutover_processes as processes
 from bench._cutover_naive import OnTheEngine
 from bench._cutover_plot import plot
 from bench._cutover_processes import Trouble, answers_a_second, saturation
-from bench._cutover_report import mixed, quantile, ratio, write_report
+from bench._cutover_report import QUANTILES, Ordered, mixed, quantile, ratios, write_report
 from bench._cutover_root import COMMON, KEPT, TOY, bodies, clean, drop_old, make_root, publish
 from bench._cutover_samples import AFTER_S, Samples
 from bench.cutover import Updates
@@ -89,11 +89,20 @@ def test_quantiles_are_measured_values_and_ratios_have_intervals():
     random = np.random.default_rng(1)
     slow = [2 * random.lognormal(size=200) for _ in range(40)]
     quick = [random.lognormal(size=200) for _ in range(40)]
-    middle, low, high = ratio(slow, quick, 0.99, resamples=200)
+    middle, low, high = ratios(slow, quick, resamples=200)["p99"]
     assert low < middle < high
     assert low < 2 < high
     assert low > 1.5
     assert high < 2.7
+
+
+def test_a_draw_of_blocks_has_the_quantiles_of_their_values_together():
+    random = np.random.default_rng(3)
+    blocks = [random.lognormal(size=n) for n in (7, 1, 300, 40, 2)]
+    for seed in range(20):
+        drawn = np.random.default_rng(seed).integers(0, len(blocks), len(blocks))
+        wanted = [quantile([blocks[n] for n in drawn], q) for q in QUANTILES.values()]
+        assert Ordered(blocks).drawn(np.random.default_rng(seed)).tolist() == wanted
 
 
 def test_an_answer_of_other_weights_than_it_names_is_seen():
