@@ -73,9 +73,12 @@ def free(device: torch.device) -> int | None:
     return min(known, default=None)
 
 
-def check_fits(directory: Path, deployment: Deployment, device: torch.device, reused: int = 0) -> None:
-    """Raise Rejected("no_memory") where weights would not fit. reused: bytes of free slots, which they get first."""
-    _check(max(0, needed(directory, deployment, device) - reused), device)
+def check_fits(
+    directory: Path, deployment: Deployment, device: torch.device, reused: int = 0, beside: int = 0
+) -> None:
+    """Raise Rejected("no_memory") where weights would not fit. reused: bytes of free slots, which they get first ·
+    beside: bytes that a new slot is followed by, its captured steps."""
+    _check(max(0, needed(directory, deployment, device) - reused) + beside, device)
 
 
 def check_vocab_fits(directory: Path, deployment: Deployment, device: torch.device) -> None:

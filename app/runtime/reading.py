@@ -54,7 +54,8 @@ def read_weights(
     kind, precision = family(deployment.family), deployment.precision
     try:
         with _nothing_unexpected():
-            check_fits(directory, deployment, device, slots.free_bytes if slots else 0)
+            room = (slots.free_bytes, slots.new_bytes) if slots else (0, 0)
+            check_fits(directory, deployment, device, *room)
             contract = contracts.of(kind, model_files(directory), deployment, resolve_precision(precision, device))
             engine = load_weights(
                 directory, kind, deployment.sid, deployment.limits,

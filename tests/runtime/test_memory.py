@@ -18,7 +18,7 @@ from app.vocab.items import Numbers, Strings, Table, Texts
 from app.vocab.vocab import arrange
 from tests import support
 from tests.live_support import live_server
-from tests.runtime.test_cutover import edit, serving, state_of, world
+from tests.runtime.test_cutover import edit, serving, state_of, weights, world
 
 CPU = torch.device("cpu")
 SIZES = (64, 256, 256)
@@ -112,3 +112,15 @@ async def test_an_edit_of_what_is_declared_reads_no_weights_again(tmp_path, monk
         kept, rest = server.live._artifacts.stage.residents
         assert kept.snapshot.engine is rest.snapshot.engine
         assert (await server.recommend("i1"))["versions"]["contract"] == status["active"]["contract"]
+
+
+async def test_weights_whose_captured_steps_would_not_fit_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        slots = server.live._runtime.active.engine.slot.slots
+        slots.beside = 1 << 30
+        monkeypatch.setattr(memory, "free", lambda _: (1 << 30) + memory.SPARE)
+        weights(root, "v2", 1)
+        status = await server.settles(lambda status: state_of(status, "weights", "v2")["state"] == "rejected")
+        assert state_of(status, "weights", "v2")["reason"]["code"] == "no_memory"
+        assert serving("v1", "v1")(status)
