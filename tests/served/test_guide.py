@@ -5,83 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
-from app.cli.main import app
-from tests.served.process import serving
+from tests.served.page import PART, Reader, masked
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "policies" / "guide.md").read_text("utf-8")
-PART = re.compile(r"(?:`([\w/.]+)`\n\n)?```(\w+)\n(.*?)```", re.DOTALL)
-SERVE = "widebeam serve --root ."
-
-
-class Reader:
-    """Somebody who does what the page says, line by line, and remembers what came."""
-
-    def __init__(self, root: Path, stack: ExitStack) -> None:
-        self.root, self._stack = root, stack
-        self.server = None
-        self.said: list[tuple[str, str]] = []
-
-    def line(self, line: str) -> str:
-        words = shlex.split(line)
-        if line == SERVE:
-            flags = ("--port", "0", "--admin-port", "0")
-            self.server = self._stack.enter_context(serving(self.root, *flags)).ready()
-            out = ""
-        elif words[0] == "widebeam":
-            done = CliRunner().invoke(app, words[1:])
-            out = done.stdout
-            assert done.exit_code == ("6400" in out), (line, done.output)
-        elif words[0] == "curl":
-            out = self.curl(words)
-        else:
-            program = [sys.executable, *words[1:]] if words[0] == "python" else ["bash", "-c", line]
-            program = [self.there(word) for word in program] if words[0] == "python" else program
-            done = subprocess.run(program, capture_output=True, text=True, cwd=self.root, timeout=240, check=False)
-            assert done.returncode == 0, (line, done.stderr)
-            out = done.stdout
-        self.said.append((line, out))
-        return out
-
-    def there(self, url: str) -> str:
-        ports = {"http://127.0.0.1:8000": self.server.public, "http://127.0.0.1:8001": self.server.admin}
-        return ports.get(url, url)
-
-    def curl(self, words: list[str]) -> str:
-        where = urlsplit(words[2])
-        options = list(zip(words[3::2], words[4::2], strict=True))
-        assert words[:2] == ["curl", "-s"]
-        assert {name for name, _ in options} <= {"-H", "-d"}
-        headers = dict(value.split(": ", 1) for name, value in options if name == "-H")
-        body = next((value.encode() for name, value in options if name == "-d"), b"")
-        url = self.there(f"http://{where.netloc}") + where.path + (f"?{where.query}" if where.query else "")
-        reply = httpx.request("POST" if body else "GET", url, headers=headers, content=body, timeout=60)
-        assert reply.status_code == 200, (words, reply.text)
-        return reply.text
-
-    def last(self, part: str) -> dict:
-        return json.loads(next(out for line, out in reversed(self.said) if part in line))
-
-    def sees(self, look, what: str) -> None:
-        self.server.until(look, what)
-
-
-def masked(text: str) -> str:
-    return re.sub(r"\b[0-9a-f]{12}\b", "ID", text)
 
 
 def checks(reader: Reader) -> dict[str, list]:
@@ -129,7 +65,7 @@ def test_the_guide_from_a_width_to_the_result_and_back(tmp_path, monkeypatch):
     monkeypatch.chdir(root)
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
     with ExitStack() as stack:
-        reader = Reader(root, stack)
+        reader = Reader(root, stack, fails=lambda out: "6400" in out)
         waits, out = checks(reader), ""
         for file, language, text in parts[1:]:
             if file:
@@ -151,9 +87,9 @@ def results(reader: Reader) -> None:
     said = dict(reader.said)
     plain = [json.loads(out) for line, out in reader.said if '"k": 10}' in line]
     assert plain[0]["versions"]["policy"] == "unseen"
-    assert reader.last('"policy": "slim"')["versions"]["policy"] == "slim"
-    assert len(reader.last('"policy": "slim"')["items"]) == 50
-    document = reader.last("admin/v1/policies")
+    assert reader.document('"policy": "slim"')["versions"]["policy"] == "slim"
+    assert len(reader.document('"policy": "slim"')["items"]) == 50
+    document = reader.document("admin/v1/policies")
     assert document["policies"]["slim"]["state"] == "live"
     assert re.search(
         r"4 requests, 0 failed\noverlap@k +mean 0\.[3-9]",
@@ -162,8 +98,8 @@ def results(reader: Reader) -> None:
     arms = [(json.loads(out), line) for line, out in reader.said if '"user_id": "u-1"' in line]
     assert arms[0][0]["experiments"][0]["name"] == "slim"
     assert arms[0][0]["experiments"][0]["reason"] == "assigned"
-    assert reader.last("assignments/slim")["arm"] == arms[0][0]["experiments"][0]["arm"]
-    found = reader.last("admin/v1/status")["experiments"]["slim"]
+    assert reader.document("assignments/slim")["arm"] == arms[0][0]["experiments"][0]["arm"]
+    found = reader.document("admin/v1/status")["experiments"]["slim"]
     assert sum(found["units"].values()) == 100
     assert found["srm_p"] > 0.001
     assert not found["srm"]
