@@ -17,7 +17,7 @@ from app.runtime import artifact_updates, loader, status
 from app.vocab.publish import commit, draft
 from tests import support
 from tests.api.support import ask, get
-from tests.live_support import live_server
+from tests.live_support import live_server, until
 from tests.runtime.test_cutover import SIZES, Load, Truth, items, serving, state_of, weights, world
 
 
@@ -178,3 +178,28 @@ async def test_a_start_that_takes_its_time_is_alive_says_what_it_does_and_is_rea
         for _ in range(20):
             assert (await get(server.public, "/readyz")).status == 200
         assert (await server.recommend("i1"))["items"]
+
+
+async def test_a_pin_that_comes_and_goes_between_two_looks_at_the_disk_is_followed_back(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        weights(root, "v2", 1)
+        old = (await server.settles(serving("v2")))["history"][0]["to"]
+        updates, runtime = server.live._artifacts, server.live._runtime
+        await until(lambda: updates._settled[0] == updates._survey.fingerprint)  # there is nothing left to do
+        looks, go, real = asyncio.Event(), asyncio.Event(), updates._still_survey
+
+        async def later():
+            looks.set()
+            await go.wait()
+            return await real()
+
+        monkeypatch.setattr(updates, "_still_survey", later)
+        server.live._hints["artifacts"].set()
+        await looks.wait()  # from here on nobody looks
+        assert (await server.post(f"snapshots/{old}:rollback")).status == 200
+        assert runtime.active.weights.version == "v1"
+        assert (await server.post("snapshots:unpin")).json() == {"pin": None}
+        assert not (root / "state" / "pin.json").exists()  # the disk is as it was when v2 was put in force
+        go.set()
+        await server.settles(serving("v2"))
