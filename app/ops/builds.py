@@ -6,7 +6,7 @@ the launches ask for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,7 @@ from app.ops.attention import launch as attention
 from app.ops.cuda import Build, files
 from app.ops.gdn import launch as gdn
 from app.ops.selection.geometry import STATIC, Geometry, candidates, first_cluster, fitted
-from app.ops.selection.launch import NORMS, SOURCE, TYPES, defines
+from app.ops.selection.launch import NORMS, RANKED, SOURCE, TYPES, builds, defines
 
 _OPS: Final = Path(__file__).parent
 
@@ -128,6 +128,17 @@ def _selection(needs: Needs, gpu: Gpu) -> Iterator[Build]:
         yield from _built(TYPES[torch.float32], 0, 0, shape, mask=False, whole=whole)
 
 
+def of_expressions(needs: Needs, arch: str, steps: Iterable[tuple[int, str, str]]) -> tuple[Build, ...]:
+    """The modules of `selection.select_ranked` for steps of policies: their codes, what they normalise over ("step",
+    "given", "valid", "none"), and their definitions."""
+    found: list[Build] = []
+    for codes, normalize, definitions in dict.fromkeys(steps):
+        whole = codes * needs.dtype.itemsize % 16 == 0
+        for shape in _shapes(needs, codes, needs.dtype.itemsize, GPUS[arch]):
+            found += builds(TYPES[needs.dtype], RANKED, normalize, shape, whole=whole, definitions=definitions)
+    return tuple(dict.fromkeys(found))
+
+
 def _built(kind: int, score: int, norm: int, shape: Geometry, *, mask: bool, whole: bool) -> Iterator[Build]:
     for define in defines(kind, score, norm, shape, mask=mask, whole=whole):
         yield Build.of(SOURCE, **define)
@@ -144,6 +155,6 @@ def _shapes(needs: Needs, codes: int, itemsize: int, gpu: Gpu) -> Iterator[Geome
                 break
 
 
-def sources(builds: Sequence[Build]) -> tuple[Path, ...]:
+def sources(made: Sequence[Build]) -> tuple[Path, ...]:
     """The files that builds are made of, parts of sources among them, sorted."""
-    return tuple(sorted({file for source in {build.source for build in builds} for file in files(source)}))
+    return tuple(sorted({file for source in {build.source for build in made} for file in files(source)}))

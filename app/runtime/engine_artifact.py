@@ -22,8 +22,9 @@ from app.core import Contract
 from app.engine.graphs import buckets, most_rows
 from app.errors import Rejected
 from app.ops import nvrtc
-from app.ops.builds import GPUS, Needs, by_torch, needed, sources
+from app.ops.builds import GPUS, Needs, by_torch, needed, of_expressions, sources
 from app.ops.cuda import Build
+from app.policies.plan import Plan
 from app.vocab.manifest import read_file, read_manifest
 from app.vocab.publish import Published, check_free, commit, draft
 
@@ -102,6 +103,17 @@ def of_contract(contract: Contract, arch: str) -> Engine:
 def left_to_torch(contract: Contract, arch: str) -> dict[str, str]:
     """The operators of a contract that torch computes on an architecture although there are kernels: why, by name."""
     return by_torch(_needs(contract), arch)
+
+
+def of_plans(contract: Contract, arch: str, plans: Iterable[Plan]) -> tuple[Build, ...]:
+    """The modules of the steps whose expressions the kernels compute: they belong to policies, not to an engine."""
+    steps: list[tuple[int, str, str]] = []
+    for plan in plans:
+        for shape, step in zip(contract.steps, plan.structure.steps, strict=True):
+            if step.generated is not None:
+                over = ("step", "given") if step.normalize == "full" else (step.normalize,)
+                steps += [(shape.codes, one, step.generated.definitions) for one in over]
+    return of_expressions(_needs(contract), arch, steps)
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from app.core import Contract
 from app.errors import Rejected
 from app.ops import cuda
 from app.ops.builds import GPUS
+from app.policies.plan import Plan
 from app.runtime import engine_artifact
 from app.runtime.engine_artifact import Engine
 from app.runtime.logs import Log
@@ -49,6 +51,22 @@ class Engines:
                     "kernels_compiled", contract=contract.id, modules=made, seconds=round(time.monotonic() - began, 3)
                 )
             self._ready.add((contract.id, device))
+
+    def prepare_plans(self, contract: Contract, device: torch.device, plans: Sequence[Plan]) -> None:
+        """Compile what plans add: the kernels of their expressions (`StepProgram.generated`), once each. Where one does
+        not compile, that is logged, and steps go by computed ranks."""
+        with self._lock:
+            if cuda.unfit(device) is not None or (arch := cuda.architecture(device)) not in GPUS:
+                return
+            began = time.monotonic()
+            try:
+                made = cuda.ready(engine_artifact.of_plans(contract, arch, plans), device)
+            except Exception as error:  # noqa: BLE001  whatever CuPy has against a source
+                self._log.error("kernels_failed", policies=[plan.policy for plan in plans], exc_info=error)
+                return
+            if made:
+                seconds = round(time.monotonic() - began, 3)
+                self._log.info("kernels_compiled", contract=contract.id, modules=made, seconds=seconds)
 
     def document(self) -> dict[str, object]:
         """The status's `engine`: the one in use, None where there is none; and modules compiled by this process."""

@@ -134,11 +134,14 @@ class Runtime:
         return self._pins.active
 
     async def warm(self, snapshot: Snapshot, plans: Sequence[Plan], *, alone: bool = False) -> dict[str, str]:
-        """Serve made-up requests under each structure before anybody else does; what went wrong, by policy.
+        """Compile what policies add to the kernels, then serve made-up requests under each structure, before anybody
+        else does; what went wrong, by policy.
 
         alone: one request at a time, so that nobody waits for a batch of ours
         """
         failed: dict[str, str] = {}
+        if self._engines is not None:
+            await asyncio.to_thread(self._engines.prepare_plans, snapshot.contract, snapshot.engine.device, plans)
         for plan in {plan.structure.id: plan for plan in plans}.values():
             for jobs in canary_jobs(snapshot, plan, alone=alone):
                 for end in await self.serve_alone(Batch(jobs)):

@@ -6,7 +6,7 @@ graph after one launch outside of it, which compiles.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,6 +111,7 @@ def defines(kind: int, score: int, norm: int, shape: Geometry, *, mask: bool, wh
     )
 
 
+@lru_cache(maxsize=1024)
 def builds(
     kind: int, score: int, normalize: str, shape: Geometry, *, mask: bool = True, whole: bool, definitions: str = ""
 ) -> tuple[Build, ...]:
