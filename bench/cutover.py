@@ -74,7 +74,7 @@ def _timed(server: Server, work: Path, arguments: argparse.Namespace, began: flo
     first, wrong = updates.publish(["both"] * arguments.first, until - arguments.steady)
     trouble += wrong
     if first:
-        time.sleep(arguments.rest)
+        time.sleep(arguments.warm)  # whoever waited has been answered
     print(f"{time.monotonic() - began:.0f} s: steady", file=sys.stderr)
     marks = [time.monotonic()]
     time.sleep(arguments.steady)
@@ -191,7 +191,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--probe", type=float, default=2.5, help="seconds of each rate while looking for saturation")
     run.add_argument("--first", type=int, default=2, help="updates before anything counts: they fill the weight slots")
     run.add_argument("--limit", type=float, default=480.0, help="seconds of the part; updates end early for it")
-    run.add_argument("--warm", type=float, default=3.0, help="seconds under load before anything counts")
+    run.add_argument("--warm", type=float, default=4.0, help="seconds under load before and after the first updates")
     run.add_argument("--rest", type=float, default=2.0, help="seconds between the last update and a steady stretch")
     run.add_argument("--seed", type=int, default=1)
     run.add_argument("--work", type=Path, help="folder for root and contents, kept for the next part (3 x gigabytes)")
