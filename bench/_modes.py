@@ -79,6 +79,7 @@ class OnePlan(StepLoop):
         inputs = batch_inputs(snapshot.engine.input_specs(), [job.inputs for job in jobs], self.device)
         snapshot.engine.encode(inputs, self.arena)
         laps.mark()
+        laps.mark()
         counts = [torch.zeros(2 * len(jobs) + 1, dtype=torch.int64, device=self.device)]
         for t in range(1, self.steps + 1):
             rows = state.rows(full=False)

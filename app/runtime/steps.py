@@ -15,7 +15,7 @@ from app.engine.engine import Engine
 from app.engine.graphs import Graphs, Recorder, Taken
 from app.errors import Expired, Fault, ModelOutput, WidebeamError
 from app.ops.download import Download
-from app.runtime.contexts import batch_inputs
+from app.runtime.context_lane import ContextLane
 from app.runtime.explain import explain
 from app.runtime.final import rank_items
 from app.runtime.flight import Flight, Pause, go
@@ -32,11 +32,18 @@ def cuda_graphs(engine: Engine) -> Recorder | None:
     return CudaRecorder(engine.device) if engine.kernels == "cuda" else None
 
 
+def on_a_gpu(engine: Engine) -> bool:
+    """Whether contexts are encoded beside a decode."""
+    return engine.device.type == "cuda"
+
+
 class Lane(NamedTuple):
-    """The state memory of one contract, and the decode steps that are captured over it, if any are."""
+    """The state memory of one contract, the decode steps that are captured over it, if any are, and the lane that
+    contexts are encoded in."""
 
     transition: Transition
     graphs: Graphs | None
+    contexts: ContextLane
 
 
 class StepLoop:
@@ -48,10 +55,11 @@ class StepLoop:
         metrics: Metrics,
         transition: str = "ancestry",
         recorder: Callable[[Engine], Recorder | None] = cuda_graphs,
+        beside: Callable[[Engine], bool] = on_a_gpu,
     ) -> None:
         """recorder: of graphs for an engine's steps; None = they run as they are, as they always do under compaction:
-        its state moves from buffer to buffer."""
-        self._clock, self._metrics = clock, metrics
+        its state moves from buffer to buffer. beside: whether contexts have a lane of their own."""
+        self._clock, self._metrics, self._beside = clock, metrics, beside
         self._transition, self._recorder = TRANSITIONS[transition], recorder
         self._lanes: dict[str, Lane] = {}
 
@@ -80,14 +88,11 @@ class StepLoop:
         """The batch, step by step; jobs that leave early come first."""
         jobs, snapshot = batch.jobs, batch.snapshot
         engine, steps = snapshot.engine, len(snapshot.contract.steps)
-        began, laps = self._clock(), Laps(engine.device, self._clock)
-        laps.mark()
-        lane = self._lane(snapshot)
+        began, laps, lane = self._clock(), Laps(engine.device, self._clock), self._lane(snapshot)
         state = BatchState(lane.transition, len(jobs), steps, engine.device)
+        # beside the decode of the batch before; token models: step 1's output, others: None
+        output = lane.contexts.encode(engine, [job.inputs for job in jobs], state.arena, laps)
         selection = Selection(jobs, snapshot.trie, snapshot.contract.sizes, engine.device)
-        contexts = batch_inputs(engine.input_specs(), [job.inputs for job in jobs], engine.device)
-        output = engine.encode(contexts, state.arena)  # token models: step 1's output; others: None
-        laps.mark()
         left, widest, counts = set[int](), 0, list[Tensor]()
         for t in range(1, steps + 1):  # each step with its own vocabulary, its own shapes
             if output is None:
@@ -154,7 +159,7 @@ class StepLoop:
 
     def _timed(self, laps: Laps) -> tuple[float, float]:
         """Note down how long the context and each step took; seconds of the context, and of all."""
-        context, *steps = laps.seconds()
+        context, _, *steps = laps.seconds()  # between them the decode of the batch before may have gone on
         for label, seconds in (("context", context), *((str(t), one) for t, one in enumerate(steps, 1))):
             self._metrics.step_seconds.labels(label).observe(seconds)
         return context, context + sum(steps)
@@ -173,7 +178,8 @@ class StepLoop:
     def prepare(self, snapshot: Snapshot) -> Taken:
         """Before a snapshot's first batch: a contract's state memory, once, and the graphs of its weights' slot, which
         may be there already. In any one thread. Raises Rejected("no_memory")."""
-        graphs = self._lane(snapshot).graphs
+        _, graphs, contexts = self._lane(snapshot)
+        contexts.settle()
         taken = graphs.prepare(snapshot.engine) if graphs else Taken()
         self._metrics.compiles_total.labels("background").inc(taken.graphs)
         if taken.graphs and snapshot.engine.slot:
@@ -192,6 +198,7 @@ class StepLoop:
             arena = engine.new_arena(contract.limits)
             recorder = self._recorder(engine) if self._transition is Ancestry else None
             graphs = Graphs(arena, contract.limits, contract.sizes, engine.device, recorder) if recorder else None
-            lane = Lane(self._transition(arena, contract.states), graphs)
+            contexts = ContextLane(arena, contract.states, engine.device, own=self._beside(engine))
+            lane = Lane(self._transition(arena, contract.states), graphs, contexts)
             self._lanes[contract.id] = lane
         return lane

@@ -51,8 +51,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         rows, width = flat.shape
-        define = {"BF16": int(x.dtype == torch.bfloat16), "PIECES": pieces(width)}
-        kernel = cuda.load(_SOURCE, "rms_norm", x.device, **define)
+        bf16 = int(x.dtype == torch.bfloat16)
+        kernel = cuda.load(_SOURCE, "rms_norm", x.device, BF16=bf16, PIECES=pieces(width))
         kernel.launch(
             -(-rows // _WARPS), _WARP * _WARPS, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width // _PIECE,
             flat.stride(0), np.float32(eps),
