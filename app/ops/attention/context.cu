@@ -70,6 +70,9 @@ __device__ __forceinline__ void finish() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Keeps what is made of y behind this line, and what makes it before.
+__device__ __forceinline__ void settled(float (&y)[8][4]) { asm volatile("" : LIST(SUMMED) : : "memory"); }
+
 // Swizzled rows of 128 bytes, eights of rows 1024 bytes apart.
 __device__ __forceinline__ u64 descriptor(u32 at) { return (u64)(at >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 
@@ -126,9 +129,9 @@ struct Rows {
     u32 p[KEYS / 16][4];  // the last tile's probabilities
 };
 
-// The probabilities of a tile from its scores, while the product before it may be under way; here it ends.
+// The probabilities of a tile from its scores; nothing is under way.
 __device__ __forceinline__ void weigh(Rows& x, const float (&s)[8][4], float factor, int left) {
-    float w[8][4], by[2] = {1.f, 1.f};
+    float w[8][4], by[2];
 #pragma unroll
     for (int j = 0; j < 8; j++)
 #pragma unroll
@@ -146,11 +149,10 @@ __device__ __forceinline__ void weigh(Rows& x, const float (&s)[8][4], float fac
 #pragma unroll
         for (int j = 0; j < 8; j++) here = fmaxf(here, fmaxf(w[j][2 * half], w[j][2 * half + 1]));
         here = most_of_quad(here);
-        if ((here - x.most[half]) * factor > SLACK) {
-            by[half] = exp2f((x.most[half] - here) * factor);
-            x.most[half] = here;
-            x.sum[half] *= by[half];
-        }
+        const bool above = (here - x.most[half]) * factor > SLACK;
+        by[half] = above ? exp2f((x.most[half] - here) * factor) : 1.f;
+        x.most[half] = above ? here : x.most[half];
+        x.sum[half] *= by[half];
         const float less = x.most[half] == -INFINITE ? 0.f : x.most[half] * factor;
 #pragma unroll
         for (int j = 0; j < 8; j++)
@@ -160,7 +162,6 @@ __device__ __forceinline__ void weigh(Rows& x, const float (&s)[8][4], float fac
                 x.sum[half] += w[j][e];
             }
     }
-    finish<0>();
     if (__any_sync(ALL, by[0] != 1.f || by[1] != 1.f)) {
 #pragma unroll
         for (int plane = 0; plane < PLANES; plane++)
@@ -253,6 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) context(
         arrived(0);
         start_scores(s, asked, tile);
         finish<0>();
+        settled(s);
         weigh(x, s, factor, count);
     }
 #pragma unroll 1
@@ -261,11 +263,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) context(
         arrived(step);
         start_scores(s, asked, tile + step % STAGES * (STAGE >> 4));
         start_output(x, tile + (step - 1) % STAGES * (STAGE >> 4) + (STAGE / 2 >> 4));
-        finish<1>();
+        finish<0>();
+        settled(s);
+#pragma unroll
+        for (int plane = 0; plane < PLANES; plane++) settled(x.y[plane]);
         weigh(x, s, factor, count - step * KEYS);
     }
     if (steps) start_output(x, tile + (steps - 1) % STAGES * (STAGE >> 4) + (STAGE / 2 >> 4));
     finish<0>();
+#pragma unroll
+    for (int plane = 0; plane < PLANES; plane++) settled(x.y[plane]);
 
 #pragma unroll
     for (int half = 0; half < 2; half++) {
