@@ -76,7 +76,7 @@ def needed(needs: Needs, arch: str) -> tuple[Build, ...]:
                 found += [Build.of(context.SOURCE, context.ARCH, D=dim, BF16=bf16)]
         for k, v in sorted(needs.delta):
             found += _replay(k, v, bf16, arch) if gdn.shape_unfit(k, v) is None else ()
-        found += [Build.of(_OPS / "gated" / "kernel.cu", BF16=bf16)]
+        found += [Build.of(_OPS / name / "kernel.cu", BF16=bf16) for name in ("gated", "grouped")]
         found += [Build.of(_OPS / "norm" / "kernel.cu", BF16=bf16, PIECES=pieces) for pieces in (1, 2, 4, 8, 16)]
         if needs.delta:
             found += [Build.of(_OPS / "gdn" / "around.cu", BF16=bf16, J=size) for size in (2, 3, 4)]

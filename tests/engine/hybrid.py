@@ -13,6 +13,7 @@ from app.config import Limits, SidConfig
 from app.engine.engine import Engine
 from app.engine.registry import family
 from app.engine.weights import load
+from tests.engine import tiny
 from tests.engine.tiny import CPU, LIMITS, SID, VOCABULARY
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -21,6 +22,9 @@ CLASSES = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_next": "Qwen3NextForCausalLM",
 }
+
+
+EXPERTS = tiny.EXPERTS | {"shared_expert_intermediate_size": 20}
 
 
 def text(**changes: Any) -> dict[str, Any]:
@@ -67,8 +71,11 @@ def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     for i, layer_kind in enumerate(c["layer_types"]):
         layer = f"{trunk}.layers.{i}"
         shapes |= {f"{layer}.{name}_layernorm.weight": (d,) for name in ("input", "post_attention")}
-        shapes |= {f"{layer}.mlp.{x}_proj.weight": (f, d) for x in ("gate", "up")}
-        shapes[f"{layer}.mlp.down_proj.weight"] = (d, f)
+        if c.get("num_experts") and i not in c.get("mlp_only_layers", ()):
+            shapes |= tiny.experts(c, f"{layer}.mlp")
+        else:
+            shapes |= {f"{layer}.mlp.{x}_proj.weight": (f, d) for x in ("gate", "up")}
+            shapes[f"{layer}.mlp.down_proj.weight"] = (d, f)
         if layer_kind == FULL:
             sizes = (("q", 2 * q), ("k", kv), ("v", kv))
             shapes |= {f"{layer}.self_attn.{x}_proj.weight": (size, d) for x, size in sizes}

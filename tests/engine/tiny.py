@@ -21,13 +21,15 @@ SIZES = (5, 6, 7)
 BASES = (10, 15, 21)
 VOCABULARY = 40
 LIMITS = Limits(widths=(16,) * 3, rows=64, batch=4, context=24)
+CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [0]}
 SID = SidConfig(sizes=SIZES, token_base=BASES, prefix=(2,))
 
 
 def config(kind: str = "qwen3", **changes: Any) -> dict[str, Any]:
     values = {
         "model_type": kind,
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "architectures": [CLASSES[kind]],
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -39,7 +41,21 @@ def config(kind: str = "qwen3", **changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "max_position_embeddings": 128,
     }
+    values |= EXPERTS if kind == "qwen3_moe" else {}
     return {key: value for key, value in (values | changes).items() if value is not ...}
+
+
+def experts(config: dict[str, Any], mlp: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer's experts."""
+    d, f, shared = (config.get(x) for x in ("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"))
+    owners = {f"experts.{number}": f for number in range(config["num_experts"])}
+    shapes = {f"{mlp}.gate.weight": (config["num_experts"], d)}
+    if shared:
+        owners["shared_expert"], shapes[f"{mlp}.shared_expert_gate.weight"] = shared, (1, d)
+    for owner, hidden in owners.items():
+        shapes |= {f"{mlp}.{owner}.{x}_proj.weight": (hidden, d) for x in ("gate", "up")}
+        shapes[f"{mlp}.{owner}.down_proj.weight"] = (d, hidden)
+    return shapes
 
 
 def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -55,9 +71,12 @@ def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
         shapes |= {f"{layer}.{name}_layernorm.weight": (d,) for name in ("input", "post_attention")}
         shapes |= {f"{layer}.self_attn.{x}_proj.weight": (size, d) for x, size in (("q", q), ("k", kv), ("v", kv))}
         shapes[f"{layer}.self_attn.o_proj.weight"] = (d, q)
-        shapes |= {f"{layer}.mlp.{x}_proj.weight": (f, d) for x in ("gate", "up")}
-        shapes[f"{layer}.mlp.down_proj.weight"] = (d, f)
-        if config["model_type"] == "qwen3":
+        if config.get("num_experts") and i not in config["mlp_only_layers"]:
+            shapes |= experts(config, f"{layer}.mlp")
+        else:
+            shapes |= {f"{layer}.mlp.{x}_proj.weight": (f, d) for x in ("gate", "up")}
+            shapes[f"{layer}.mlp.down_proj.weight"] = (d, f)
+        if config["model_type"] != "qwen2":
             shapes |= {f"{layer}.self_attn.{x}_norm.weight": (dim,) for x in "qk"}
         else:
             shapes |= {f"{layer}.self_attn.{x}_proj.bias": (size,) for x, size in (("q", q), ("k", kv), ("v", kv))}
@@ -80,7 +99,7 @@ def write(directory: Path, kind: str = "qwen3", *, seed: int = 0, **changes: Any
 
 
 def engine(directory: Path, kind: str = "qwen3", sid: SidConfig = SID, limits: Limits = LIMITS, **how: Any) -> Engine:
-    return load(directory, family(kind), sid, limits, **({"device": CPU} | how))
+    return load(directory, family(kind.removesuffix("_moe")), sid, limits, **({"device": CPU} | how))
 
 
 def contexts(engine: Engine, prompts: list[tuple[int, ...]]) -> dict[str, Ragged]:

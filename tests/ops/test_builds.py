@@ -9,11 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.ops import cuda, fp8, selection, trie
+from app.ops import cuda, fp8, grouped, selection, trie
 from app.ops.attention import context
 from app.ops.attention import launch as attention_launch
 from app.ops.builds import GPUS, Needs, by_torch, needed, sources
 from app.ops.cuda import Build, Kernel
+from app.ops.gated import gated
 from app.ops.gdn import around
 from app.ops.gdn import launch as gdn_launch
 from app.ops.norm import rms_norm
@@ -165,6 +166,16 @@ def test_replays_ask_for_nothing_else(asked, monkeypatch, arch, k):
     for size in (2, 3, 4):
         around._kernel("window_convolution", torch.empty(1, dtype=torch.bfloat16), size)
     assert missing(asked, torch.bfloat16, delta=frozenset({(k, 256)})) == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_and_experts_ask_for_nothing_else(asked, dtype):
+    x = torch.ones(2, 16, dtype=dtype)
+    gated(x, x)
+    expert, weight = grouped.choose(x, None, 2, sigmoid=False, normalise=True, factor=1.0)
+    grouped.dispatch(x, expert, 16)
+    grouped.combine(torch.ones(4, 16, dtype=dtype), torch.zeros(2, 2, dtype=torch.int32), weight, x)
+    assert missing(asked, dtype) == set()
 
 
 def test_rows_in_8_bits_ask_for_nothing_else(asked):

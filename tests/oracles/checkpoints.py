@@ -20,6 +20,9 @@ from app.engine.engine import Engine
 
 Normalize = Literal["full", "valid"]
 BOS = 1
+FAMILIES = {"qwen3": "qwen3", "qwen2": "qwen2", "qwen3_moe": "qwen3"}
+"""The family that serves a kind of model."""
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,14 @@ def make_case(name: str, sizes: tuple[int, ...], items: int, *, contiguous: bool
 
 
 def make_model(kind: str, case: Case, *, seed: int, **config: Any) -> Any:
-    """A random transformers model of the family `kind` ("qwen3" or "qwen2"), in eval mode."""
+    """A random transformers model of a kind of `FAMILIES`, in eval mode. Layer 0 of one with experts is dense."""
     import transformers
 
     torch.manual_seed(seed)
     classes = {
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     }
     settings = {
         "vocab_size": case.vocabulary,
@@ -79,8 +83,10 @@ def make_model(kind: str, case: Case, *, seed: int, **config: Any) -> Any:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if kind == "qwen3":
+    if kind != "qwen2":
         settings["head_dim"] = 16
+    if kind == "qwen3_moe":
+        settings |= EXPERTS | {"num_hidden_layers": 3, "mlp_only_layers": [0]}
     config_class, model_class = classes[kind]
     model = model_class(config_class(**(settings | config)))
     with torch.no_grad():

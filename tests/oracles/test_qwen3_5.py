@@ -21,7 +21,7 @@ from tests.oracles.test_transformers import assert_equal_up_to_near_ties, genera
 EPS = 3e-4
 CPU = torch.device("cpu")
 WIDTHS = [1, 2, 16, 64]
-KINDS = ["qwen3_5", "qwen3_5_conditional", "qwen3_next"]
+KINDS = ["qwen3_5", "qwen3_5_conditional", "qwen3_next", "qwen3_next_experts"]
 PROMPTS = [(9, 4, 11, 6, 7, 8), (5,), tuple(range(4, 30)) * 3, (6, 7)]
 SETTINGS: dict[str, Any] = {
     "hidden_size": 32,
@@ -42,6 +42,7 @@ SETTINGS: dict[str, Any] = {
     "eos_token_id": None,
 }
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+EXPERTS = checkpoints.EXPERTS | {"shared_expert_intermediate_size": 20}
 VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
 
 
@@ -51,8 +52,9 @@ def make_model(kind: str, case: Case, *, seed: int, **config: Any) -> Any:
 
     torch.manual_seed(seed)
     settings = {"vocab_size": case.vocabulary} | SETTINGS | config
-    if kind == "qwen3_next":
-        model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(num_experts=0, **settings))
+    if kind.startswith("qwen3_next"):
+        experts = EXPERTS if kind == "qwen3_next_experts" else {"num_experts": 0}
+        model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**experts | settings))
     elif kind == "qwen3_5":
         model = qwen3_5.Qwen3_5ForCausalLM(qwen3_5.Qwen3_5TextConfig(**settings))
     else:
@@ -104,13 +106,13 @@ def test_generate_finds_the_same_items(kind, sizes, tmp_path):
         ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}),
         ("qwen3_5", {"rope_parameters": LINEAR_ROPE}),
         ("qwen3_next", {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_value_head_dim": 5}),
-        ("qwen3_next", {"attention_bias": True, "mlp_only_layers": [0, 1, 2, 3], "num_experts": 4}),
+        ("qwen3_next", {"attention_bias": True}),
+        ("qwen3_next_experts", {"norm_topk_prob": False, "mlp_only_layers": [0, 3]}),
+        ("qwen3_next_experts", {"decoder_sparse_step": 2, "num_experts_per_tok": 1}),
     ],
 )  # fmt: skip
 def test_every_configuration_value_that_matters_is_read(kind, config, tmp_path):
     case = checkpoints.make_case("values", (6, 7, 8), 200, contiguous=False, seed=5)
-    if "num_experts" in config:
-        config = {key: value for key, value in config.items() if key != "num_experts"}
     model = make_model(kind, case, seed=2, **config)
     checkpoints.save(model, case, tmp_path)
     limits = checkpoints.make_limits(case, 16, 2)

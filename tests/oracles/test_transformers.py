@@ -103,7 +103,7 @@ def assert_equal_up_to_near_ties(ours: Beams, theirs: Beams, eps: float = EPS) -
     assert len({sid for sid, _ in ours}) == len(ours)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("kind", checkpoints.FAMILIES)
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes)))
 def test_generate_finds_the_same_items(kind, sizes, tmp_path):
     case = checkpoints.make_case("dense", sizes, 300, contiguous=sizes[0] != 5, seed=sum(sizes))
@@ -111,7 +111,7 @@ def test_generate_finds_the_same_items(kind, sizes, tmp_path):
     checkpoints.save(model, case, tmp_path)
     prompts = [(9, 4, 11, 6, 7, 8), (5,), tuple(range(4, 30)), (6, 7, 8)]
     limits = checkpoints.make_limits(case, max(WIDTHS), len(prompts))
-    engine = load(tmp_path, family(kind), case.sid, limits, device=CPU)
+    engine = load(tmp_path, family(checkpoints.FAMILIES[kind]), case.sid, limits, device=CPU)
     arena = engine.new_arena(limits)
     for width, normalize in itertools.product(WIDTHS, ["full", "valid"]):
         ours = checkpoints.search(engine, case, prompts, [width] * len(prompts), normalize, arena)
@@ -120,7 +120,7 @@ def test_generate_finds_the_same_items(kind, sizes, tmp_path):
             assert_equal_up_to_near_ties(mine, other)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("kind", checkpoints.FAMILIES)
 @pytest.mark.parametrize("normalize", ["full", "valid"])
 def test_fewer_items_than_beams_give_all_items_once(kind, normalize, tmp_path):
     case = checkpoints.make_case("thin", (5, 4, 6), 11, contiguous=False, seed=3)
@@ -129,7 +129,7 @@ def test_fewer_items_than_beams_give_all_items_once(kind, normalize, tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 1, "this case reads several files"
     prompts = [(3, 4), (8, 7, 6, 5, 4)]
     limits = checkpoints.make_limits(case, 32, 2)
-    engine = load(tmp_path, family(kind), case.sid, limits, device=CPU)
+    engine = load(tmp_path, family(checkpoints.FAMILIES[kind]), case.sid, limits, device=CPU)
     ours = checkpoints.search(engine, case, prompts, [32, 32], normalize, engine.new_arena(limits))
     theirs = generate(model, case, prompts, 32, normalize)
     for mine, other in zip(ours, theirs, strict=True):
@@ -145,6 +145,8 @@ def test_fewer_items_than_beams_give_all_items_once(kind, normalize, tmp_path):
         ("qwen3", {"num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
         ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
         ("qwen2", {"head_dim": 12, "rms_norm_eps": 1e-3}),
+        ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 1, "attention_bias": True}),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [], "num_experts_per_tok": 7}),
     ],
 )
 def test_every_configuration_value_that_matters_is_read(kind, config, tmp_path):
@@ -153,7 +155,7 @@ def test_every_configuration_value_that_matters_is_read(kind, config, tmp_path):
     checkpoints.save(model, case, tmp_path)
     prompts = [(9, 4, 11, 6, 7, 8), (5,)]
     limits = checkpoints.make_limits(case, 16, 2)
-    engine = load(tmp_path, family(kind), case.sid, limits, device=CPU)
+    engine = load(tmp_path, family(checkpoints.FAMILIES[kind]), case.sid, limits, device=CPU)
     ours = checkpoints.search(engine, case, prompts, [16, 16], "full", engine.new_arena(limits))
     for mine, other in zip(ours, generate(model, case, prompts, 16, "full"), strict=True):
         assert_equal_up_to_near_ties(mine, other)

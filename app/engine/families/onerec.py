@@ -7,6 +7,7 @@ reads them where they lie. A row's self-attention K/V are written once into its 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import ClassVar, NamedTuple, Self
 
@@ -26,12 +27,14 @@ from app.core import (
     Rows,
     StateSpec,
     StepOutput,
+    WeightSpec,
 )
 from app.engine.families import onerec_config
-from app.engine.families.base import Family, ModelFiles
-from app.engine.families.onerec_config import FeatureConfig, HistoryConfig, OneRecConfig
+from app.engine.families.base import Binding, Family, ModelFiles
+from app.engine.families.onerec_config import ExpertsConfig, FeatureConfig, HistoryConfig, OneRecConfig
 from app.engine.families.onerec_inputs import HISTORY_LONG, HISTORY_SHORT, OneRecInputs
 from app.engine.fp8 import gated_for, normed_for
+from app.engine.moe import Mixture, Piece, Routing, pieces
 from app.errors import Rejected
 from app.ops.attention import context_attention, prefix_attention
 
@@ -68,6 +71,30 @@ class Feed(nn.Module):
         """x [N, d_model] with the output for norm(x) added, in its memory."""
         down, normed = self.down.weight, normed_for(x, norm, self.gate.weight, self.up.weight)
         return x.addmm_(gated_for(self.gate(normed), self.up(normed), down), down.t())
+
+
+class Experts(Mixture):
+    """The experts of a block."""
+
+    def __init__(self, config: OneRecConfig, experts: ExpertsConfig) -> None:
+        routing = Routing(
+            experts.routed, experts.top, experts.hidden, shared=experts.shared * experts.hidden,
+            sigmoid=experts.scores == "sigmoid", normalise=experts.normalise, factor=experts.factor, bias=experts.bias,
+        )  # fmt: skip
+        super().__init__(routing, config.d_model)
+
+    def onto(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+        """See `Feed.onto`."""
+        out: Tensor = self(norm(x), x)
+        return out
+
+
+def experts_source(piece: Piece) -> str:
+    """The tensor of an artifact that a piece of a block's experts is, behind `blocks.i.ffn.`."""
+    if piece.part in {"router", "bias"}:
+        return "router.weight" if piece.part == "router" else "bias"
+    owner = f"experts.{piece.expert}" if piece.expert >= 0 else "shared"
+    return f"{owner}.{piece.part}.weight"
 
 
 class Projections(nn.Module):
@@ -239,9 +266,9 @@ class Slots(NamedTuple):
 
 
 class Block(nn.Module):
-    """Lazy cross-attention, causal self-attention, SwiGLU, each after an RMSNorm and added to the stream."""
+    """Lazy cross-attention, causal self-attention, SwiGLU or experts, each after an RMSNorm and added to the stream."""
 
-    def __init__(self, config: OneRecConfig) -> None:
+    def __init__(self, config: OneRecConfig, layer: int) -> None:
         super().__init__()
         self.scale = config.head_dim**-0.5
         self.cross_norm = nn.RMSNorm(config.d_model, config.eps)
@@ -249,7 +276,8 @@ class Block(nn.Module):
         self.self_norm = nn.RMSNorm(config.d_model, config.eps)
         self.self = Projections(config, config.self_groups)
         self.ffn_norm = nn.RMSNorm(config.d_model, config.eps)
-        self.ffn = Feed(config)
+        experts = config.experts if config.mixed(layer) else None
+        self.ffn = Feed(config) if experts is None else Experts(config, experts)
 
     def forward(self, x: Tensor, t: int, rows: Rows, cross: Cross, slots: Slots) -> Tensor:
         """x [N, d_model] of step t -> the same, in its memory; writes slots (t, 0..N-1) where step t has any."""
@@ -284,7 +312,7 @@ class OneRec(Family):
         self.processor = Processor(config)
         self.bos = nn.Parameter(torch.empty(config.d_model))
         self.codes = nn.ModuleList(nn.Embedding(size, config.d_model) for size in config.sizes[:-1])
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norms = nn.ModuleList(nn.RMSNorm(config.d_model, config.eps) for _ in config.sizes)
         self.heads = nn.ModuleList(linear(config.d_model, size) for size in config.sizes)
 
@@ -305,10 +333,37 @@ class OneRec(Family):
         with torch.device("meta"):
             return cls(config, limits).to(dtype)
 
+    def _pieces(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """(parameter, tensor, shape) of all that experts are made of."""
+        for name, part in self.named_modules():
+            if isinstance(part, Experts):
+                for piece in pieces(part.of, self.config.d_model):
+                    yield f"{name}.{piece.parameter}", f"{name}.{experts_source(piece)}", piece.shape
+
+    def bindings(self) -> dict[str, Binding]:
+        """See `Family.bindings`: each from the tensor of its own name, but for the experts."""
+        sources: dict[str, list[str]] = {}
+        for parameter, source, _ in self._pieces():
+            sources.setdefault(parameter, []).append(source)
+        return {name: Binding(tuple(sources.get(name, (name,)))) for name, _ in self.named_parameters()}
+
+    def weight_specs(self) -> tuple[WeightSpec, ...]:
+        """See `Family.weight_specs`."""
+        found = [(parameter, WeightSpec(source, shape)) for parameter, source, shape in self._pieces()]
+        made = {parameter for parameter, _ in found}
+        plain = (WeightSpec(name, tuple(one.shape)) for name, one in self.named_parameters() if name not in made)
+        return (*plain, *(spec for _, spec in found))
+
     def projections(self) -> tuple[str, ...]:
         """See `Family.projections`: of every block, and of the context into its K/V sets."""
-        blocks = (name for name, part in self.named_modules() if isinstance(part, nn.Linear) and "blocks." in name)
-        return (*(f"{name}.weight" for name in blocks), "processor.project.weight")
+        blocks = [
+            f"{name}.weight" for name, part in self.named_modules() if isinstance(part, nn.Linear) and "blocks." in name
+        ]
+        shared = [
+            f"{name}.{leaf}" for name, part in self.named_modules() if isinstance(part, Experts)
+            for leaf in Mixture.PROJECTIONS if getattr(part, leaf) is not None
+        ]  # fmt: skip
+        return (*blocks, *shared, "processor.project.weight")
 
     def input_specs(self) -> tuple[InputSpec, ...]:
         """See `Family.input_specs`."""

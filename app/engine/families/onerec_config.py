@@ -55,6 +55,29 @@ class FeatureConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return self.short_positions + self.long_positions
 
 
+class ExpertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A mixture of experts in the place of the SwiGLU of decoder blocks `dense`, `dense` + 1, ..
+
+    routed, top, hidden  experts with a hidden width, of which a row goes to `top`
+    shared     experts of the same width that every row goes through
+    dense      the first blocks, which keep their SwiGLU
+    scores     what a routed expert's output is multiplied by: softmax over all of them, or the sigmoid of each
+    normalise  divided by the sum over the chosen ones
+    factor     and multiplied by this
+    bias       a number for each expert, added to sigmoids where they are compared (balance without a loss)
+    """
+
+    routed: Annotated[int, Meta(ge=1, le=4096)]
+    top: Positive
+    hidden: Positive
+    shared: Annotated[int, Meta(ge=0, le=4096)] = 0
+    dense: Natural = 0
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    factor: Annotated[float, Meta(gt=0, lt=1e6)] = 1.0
+    bias: bool = False
+
+
 class OneRecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The lazy decoder and its context processor.
 
@@ -68,6 +91,7 @@ class OneRecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     self_groups     K/V heads of the self-attention
     ffn             hidden width of the SwiGLU
     eps             of every RMSNorm
+    experts         a mixture of experts in decoder blocks; none: every block is dense
     context_layers  transformer blocks over the context positions before they are projected (0: as in the paper)
     history, features  what a context may be; at least one
     dropout         in training only
@@ -86,6 +110,7 @@ class OneRecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     self_groups: Positive
     ffn: Positive
     eps: Annotated[float, Meta(gt=0, lt=1)] = 1e-6
+    experts: ExpertsConfig | None = None
     context_layers: Annotated[int, Meta(ge=0, le=MAX_LAYERS)] = 0
     history: HistoryConfig | None = None
     features: FeatureConfig | None = None
@@ -105,6 +130,10 @@ class OneRecConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def positions(self) -> int:
         """Context positions of the longest context: the static one, short and long."""
         return 1 + max(part.positions for part in (self.history, self.features) if part is not None)
+
+    def mixed(self, layer: int) -> bool:
+        """Whether block `layer` (from 0) has experts."""
+        return self.experts is not None and layer >= self.experts.dense
 
     def kv_set(self, layer: int) -> int:
         """Which set block `layer` (from 0) reads."""
@@ -135,6 +164,8 @@ def _contradictions(config: OneRecConfig) -> list[tuple[str, str]]:
             found.append((field, f"{groups} K/V heads do not divide {config.heads} query heads"))
     if config.kv_sets > config.layers:
         found.append(("kv_sets", f"{config.kv_sets} K/V sets for {config.layers} blocks: some would never be read"))
+    if config.experts is not None:
+        found.extend(_expert_contradictions(config.experts, config.layers))
     if config.history is None and config.features is None:
         found.append(
             ("history", "give `history`, `features` or both: a model without a context has no requests to serve")
@@ -143,6 +174,17 @@ def _contradictions(config: OneRecConfig) -> list[tuple[str, str]]:
         found.extend(_history_contradictions(config.history, config.sizes))
     if config.features is not None:
         found.extend(_feature_contradictions(config.features))
+    return found
+
+
+def _expert_contradictions(experts: ExpertsConfig, layers: int) -> list[tuple[str, str]]:
+    found = []
+    if experts.top > experts.routed:
+        found.append(("experts.top", f"{experts.top} of {experts.routed} experts"))
+    if experts.dense >= layers:
+        found.append(("experts.dense", f"{experts.dense} dense blocks of {layers}: no block has experts"))
+    if experts.bias and experts.scores != "sigmoid":
+        found.append(("experts.bias", "is added to sigmoids, and `scores` is `softmax`"))
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from app.engine.families.onerec_config import FeatureConfig, HistoryConfig, OneRecConfig
+from app.engine.families.onerec_config import ExpertsConfig, FeatureConfig, HistoryConfig, OneRecConfig
 
 
 class PaddedContexts(NamedTuple):
@@ -49,6 +49,37 @@ class SwiGLU(nn.Module):
         """[..., width] -> [..., width]."""
         out: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
         return out
+
+
+class Mixture(nn.Module):
+    """Experts by their definition: each computes every row, and counts by the row's weight for it, which is 0 where the
+    row has not chosen it (arXiv 2508.20900: top k of routed experts, and shared ones)."""
+
+    def __init__(self, width: int, experts: ExpertsConfig) -> None:
+        super().__init__()
+        self.config = experts
+        self.router = nn.Linear(width, experts.routed, bias=False)
+        self.bias = nn.Parameter(torch.empty(experts.routed)) if experts.bias else None
+        self.experts = nn.ModuleList(SwiGLU(width, experts.hidden) for _ in range(experts.routed))
+        self.shared = SwiGLU(width, experts.shared * experts.hidden) if experts.shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        weights = self.weights(self.router(x).float()).to(x.dtype)
+        out = torch.zeros_like(x) if self.shared is None else self.shared(x)
+        for number, expert in enumerate(self.experts):
+            out = out + weights[..., number : number + 1] * expert(x)
+        return out
+
+    def weights(self, logits: Tensor) -> Tensor:
+        """logits [..., routed] -> the weight of each expert, 0 for all but the chosen ones."""
+        scores = logits.sigmoid() if self.config.scores == "sigmoid" else logits.softmax(-1)
+        compared = scores if self.bias is None else scores + self.bias
+        chosen = torch.zeros_like(scores).scatter(-1, compared.topk(self.config.top, -1).indices, 1.0)
+        weights = scores * chosen
+        if self.config.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * self.config.factor
 
 
 class SelfAttention(nn.Module):
@@ -227,16 +258,17 @@ class ContextProcessor(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Lazy cross-attention, causal self-attention, SwiGLU, each after an RMSNorm and added to the stream."""
+    """Lazy cross-attention, causal self-attention, SwiGLU or experts, each after an RMSNorm and added to the stream."""
 
-    def __init__(self, config: OneRecConfig) -> None:
+    def __init__(self, config: OneRecConfig, layer: int) -> None:
         super().__init__()
         self.cross_norm = nn.RMSNorm(config.d_model, config.eps)
         self.cross = CrossAttention(config)
         self.self_norm = nn.RMSNorm(config.d_model, config.eps)
         self.self = SelfAttention(config, config.self_groups)
         self.ffn_norm = nn.RMSNorm(config.d_model, config.eps)
-        self.ffn = SwiGLU(config.d_model, config.ffn)
+        experts = config.experts if config.mixed(layer) else None
+        self.ffn = SwiGLU(config.d_model, config.ffn) if experts is None else Mixture(config.d_model, experts)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, kv: Tensor, present: Tensor) -> Tensor:
@@ -260,7 +292,7 @@ class OneRecReference(nn.Module):
         self.bos = nn.Parameter(torch.empty(config.d_model))
         self.codes = nn.ModuleList(nn.Embedding(size, config.d_model) for size in config.sizes[:-1])
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(DecoderBlock(config, layer) for layer in range(config.layers))
         self.norms = nn.ModuleList(nn.RMSNorm(config.d_model, config.eps) for _ in config.sizes)
         self.heads = nn.ModuleList(nn.Linear(config.d_model, size, bias=False) for size in config.sizes)
 

@@ -1,4 +1,5 @@
-"""Qwen3 and Qwen2 language models whose vocabulary holds SID tokens (MiniOneRec, OpenOneRec, LC-Rec and the like).
+"""Qwen3 (dense, or with experts) and Qwen2 language models whose vocabulary holds SID tokens (MiniOneRec, OpenOneRec,
+LC-Rec and the like).
 
 The prompt's keys and values are computed once per request, whatever its beams (RecoGEM 3.2); the last prompt position
 predicts c1, so `encode` gives step 1's output. Step t >= 2 feeds one token a row: it attends to its request's prompt
@@ -20,6 +21,7 @@ from app.engine import layers
 from app.engine.families.base import Binding, ModelFiles
 from app.engine.families.qwen_config import QwenConfig, block_parts, read_config
 from app.engine.families.token_model import TokenModel
+from app.engine.moe import Mixture, Routing
 from app.engine.tokens import Ids, sid_tokens
 from app.ops.attention import causal_attention, context_attention, extend_attention
 
@@ -27,7 +29,7 @@ from app.ops.attention import causal_attention, context_attention, extend_attent
 class Block(nn.Module):
     """One layer's parameters: q, k and v are one product, gate and up another; the head norms lie head by head."""
 
-    def __init__(self, c: QwenConfig) -> None:
+    def __init__(self, c: QwenConfig, routing: Routing | None) -> None:
         super().__init__()
         heads = c.heads + 2 * c.kv_heads
         self.input_norm = nn.Parameter(torch.empty(c.hidden_size))
@@ -37,8 +39,10 @@ class Block(nn.Module):
         self.out = nn.Parameter(torch.empty(c.hidden_size, c.heads * c.dim))
         self.out_bias = nn.Parameter(torch.empty(c.hidden_size)) if c.out_bias else None
         self.post_norm = nn.Parameter(torch.empty(c.hidden_size))
-        self.gate_up = nn.Parameter(torch.empty(2 * c.intermediate_size, c.hidden_size))
-        self.down = nn.Parameter(torch.empty(c.hidden_size, c.intermediate_size))
+        self.experts = Mixture(routing, c.hidden_size) if routing is not None else None
+        if routing is None:
+            self.gate_up = nn.Parameter(torch.empty(2 * c.intermediate_size, c.hidden_size))
+            self.down = nn.Parameter(torch.empty(c.hidden_size, c.intermediate_size))
 
 
 class Qwen(TokenModel):
@@ -53,7 +57,7 @@ class Qwen(TokenModel):
         super().__init__(vocabulary, tokens, prefix, limits, dtype, tied=config.tie_word_embeddings)
         self.config = config
         with torch.device("meta"):
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+            self.blocks = nn.ModuleList(Block(config, routing) for routing in config.experts)
         self.to(dtype)
         table = layers.rotary_table(self.positions + self.steps, config.dim, config.theta, config.rope_factor)
         self.register_buffer("angles", table, persistent=False)
@@ -89,7 +93,7 @@ class Qwen(TokenModel):
         return tuple(
             f"blocks.{i}.{name}"
             for i, block in enumerate(self.blocks)
-            for name in ("qkv", "out", "gate_up", "down")
+            for name in ("qkv", "out", "gate_up", "down", *(f"experts.{name}" for name in Mixture.PROJECTIONS))
             if name in dict(block.named_parameters())
         )
 
@@ -179,11 +183,14 @@ class Qwen(TokenModel):
         """Everything of a layer that follows its attention: x [N, d], attended [N, H, D] -> [N, d]."""
         x = x + functional.linear(attended.flatten(1), block.out, block.out_bias)
         normed = layers.rms_norm(x, block.post_norm, self.config.eps)
+        if block.experts is not None:
+            return block.experts(normed, x)  # type: ignore[no-any-return]
         return x + layers.swiglu(normed, block.gate_up, block.down)
 
 
 class Qwen3(Qwen):
-    """Qwen3ForCausalLM: a norm on every query and key head, biases only where config.json says so."""
+    """Qwen3ForCausalLM, Qwen3MoeForCausalLM: a norm on every query and key head, biases only where config.json says
+    so."""
 
     name = "qwen3"
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet hybrids whose vocabulary holds SID tokens: Qwen3.5 (text), dense Qwen3-Next (OneLA).
+"""Gated DeltaNet hybrids whose vocabulary holds SID tokens: Qwen3.5 (text), Qwen3-Next (OneLA).
 
 The prompt is computed once per request, whatever its beams: the recurrent state S_ctx and the convolution's tail of
 each Gated DeltaNet layer, keys and values of each full attention layer. A decode step writes one transition record
@@ -22,6 +22,7 @@ from app.engine.families.base import Binding, ModelFiles
 from app.engine.families.qwen3_5_blocks import Block, FullBlock, LinearBlock, Prompts, State, Step, centred_norm
 from app.engine.families.qwen3_5_config import LINEAR, HybridConfig, block_parts, read_config
 from app.engine.families.token_model import TokenModel
+from app.engine.moe import Mixture
 from app.engine.tokens import Ids, sid_tokens
 from app.ops.gdn import plan_chunks
 
@@ -30,7 +31,7 @@ _UNREAD = ("model.visual.", "mtp.")
 
 
 class Qwen35(TokenModel):
-    """Qwen3_5ForCausalLM, the text model of Qwen3_5ForConditionalGeneration, dense Qwen3NextForCausalLM."""
+    """Qwen3_5ForCausalLM, the text model of Qwen3_5ForConditionalGeneration, Qwen3NextForCausalLM."""
 
     name = "qwen3_5"
     angles: Tensor
@@ -49,7 +50,8 @@ class Qwen35(TokenModel):
         super().__init__(vocabulary, tokens, prefix, limits, dtype, tied=tied, trunk=config.trunk)
         self.config, self.unread = config, unread
         with torch.device("meta"):
-            blocks = (LinearBlock(config) if kind == LINEAR else FullBlock(config) for kind in config.kinds)
+            both = zip(config.kinds, config.experts, strict=True)
+            blocks = ((LinearBlock if kind == LINEAR else FullBlock)(config, routing) for kind, routing in both)
             self.blocks = nn.ModuleList(blocks)
         self.to(dtype)
         table = layers.rotary_table(self.positions + self.steps, config.rotary, config.theta, config.rope_factor)
@@ -88,7 +90,7 @@ class Qwen35(TokenModel):
         return tuple(
             f"blocks.{i}.{name}"
             for i, block in enumerate(self.blocks)
-            for name in ("qkv", "qkvz", "out", "gate_up", "down")
+            for name in ("qkv", "qkvz", "out", "gate_up", "down", *(f"experts.{name}" for name in Mixture.PROJECTIONS))
             if name in dict(block.named_parameters())
         )
 

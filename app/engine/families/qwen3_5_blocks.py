@@ -15,6 +15,7 @@ from torch.nn import functional
 from app.core import Rows, StateSpec
 from app.engine import layers
 from app.engine.families.qwen3_5_config import HybridConfig
+from app.engine.moe import Mixture, Routing
 from app.ops import gdn
 from app.ops.attention import causal_attention, context_attention, extend_attention
 
@@ -68,15 +69,17 @@ def centred_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class Block(nn.Module):
-    """What both kinds share: the norms around the mixer, and the SwiGLU behind it."""
+    """What both kinds share: the norms around the mixer, and the SwiGLU or the experts behind it."""
 
-    def __init__(self, c: HybridConfig) -> None:
+    def __init__(self, c: HybridConfig, routing: Routing | None) -> None:
         super().__init__()
         self.config = c
         self.input_norm = nn.Parameter(torch.empty(c.hidden_size))
         self.post_norm = nn.Parameter(torch.empty(c.hidden_size))
-        self.gate_up = nn.Parameter(torch.empty(2 * c.intermediate_size, c.hidden_size))
-        self.down = nn.Parameter(torch.empty(c.hidden_size, c.intermediate_size))
+        self.experts = Mixture(routing, c.hidden_size) if routing is not None else None
+        if routing is None:
+            self.gate_up = nn.Parameter(torch.empty(2 * c.intermediate_size, c.hidden_size))
+            self.down = nn.Parameter(torch.empty(c.hidden_size, c.intermediate_size))
 
     def states(self, positions: int, dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """What the block carries; prompts have at most `positions` tokens."""
@@ -93,14 +96,16 @@ class Block(nn.Module):
     def _after(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + mixed
         normed = centred_norm(x, self.post_norm, self.config.eps)
+        if self.experts is not None:
+            return self.experts(normed, x)  # type: ignore[no-any-return]
         return x + layers.swiglu(normed, self.gate_up, self.down)
 
 
 class LinearBlock(Block):
     """A Gated DeltaNet layer. qkvz: q, k, v, z and ba: b, a are one product each; kernel is the convolution's."""
 
-    def __init__(self, c: HybridConfig) -> None:
-        super().__init__(c)
+    def __init__(self, c: HybridConfig, routing: Routing | None) -> None:
+        super().__init__(c, routing)
         self.qkvz = nn.Parameter(torch.empty(c.channels + c.values, c.hidden_size))
         self.ba = nn.Parameter(torch.empty(2 * c.value_heads, c.hidden_size))
         self.kernel = nn.Parameter(torch.empty(c.channels, 1, c.kernel))
@@ -193,8 +198,8 @@ class FullBlock(Block):
     """A full attention layer with an output gate. qkv: head by head the query and its gate, then k and v; the norms of
     q and k lie head by head."""
 
-    def __init__(self, c: HybridConfig) -> None:
-        super().__init__(c)
+    def __init__(self, c: HybridConfig, routing: Routing | None) -> None:
+        super().__init__(c, routing)
         heads = 2 * (c.heads + c.kv_heads)
         self.qkv = nn.Parameter(torch.empty(heads * c.dim, c.hidden_size))
         self.qkv_bias = nn.Parameter(torch.empty(heads * c.dim)) if c.bias else None

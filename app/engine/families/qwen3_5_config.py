@@ -1,4 +1,4 @@
-"""A checkpoint of Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration (its text model) or dense Qwen3NextForCausalLM:
+"""A checkpoint of Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration (its text model) or Qwen3NextForCausalLM:
 its tensors, and its config.json, of which every value that changes the computation is read or refused."""
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from app.engine.families.base import fields_of
+from app.engine.families.qwen_moe import expert_parts, read_experts
+from app.engine.moe import Routing
 from app.errors import Rejected
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -21,8 +23,6 @@ Layers = Annotated[int, Meta(ge=1, le=4096)]  # modules are made of every one be
 Head = Annotated[int, Meta(ge=1, le=2**16)]  # a table of rotary positions is, too
 Share = Annotated[float, Meta(gt=0, le=1)]
 LINEAR, FULL = "linear_attention", "full_attention"
-_EXPERTS = 512
-"""Of a Qwen3-Next that does not say how many."""
 _CLASSES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
@@ -60,9 +60,6 @@ class RawConfig(msgspec.Struct, frozen=True):
     partial_rotary_factor: Share | None = None
     layer_types: list[str] | None = None
     full_attention_interval: Positive = 4
-    num_experts: int | None = None
-    decoder_sparse_step: Positive = 1
-    mlp_only_layers: list[int] | None = None
     quantization_config: dict[str, object] | None = None
 
 
@@ -71,6 +68,7 @@ class HybridConfig:
     """What the computation needs.
 
     kinds     of each layer, `LINEAR` or `FULL`
+    experts   of each layer, None: a dense one
     fused     whether the projections of the linear layers are stored as Qwen3-Next has them
     trunk     the name in front of the text model's tensors
     rotary    dims of a head that rotate; theta, rope_factor: see `layers.rotary_table`
@@ -78,6 +76,7 @@ class HybridConfig:
     """
 
     kinds: tuple[str, ...]
+    experts: tuple[Routing | None, ...]
     fused: bool
     trunk: str
     vocab_size: int
@@ -128,14 +127,20 @@ def block_parts(c: HybridConfig, i: int) -> list[Part]:
     """Layer i of the checkpoint, in the order in which the parts of a parameter lie in it."""
     d, f = c.hidden_size, c.intermediate_size
     layer = f"{c.trunk}.layers.{i}"
+    routing, mlp = c.experts[i], f"{layer}.mlp"
+    feed = [
+        Part("gate_up", f"{mlp}.gate_proj.weight", (f, d)),
+        Part("gate_up", f"{mlp}.up_proj.weight", (f, d)),
+        Part("down", f"{mlp}.down_proj.weight", (d, f)),
+    ]
+    if routing is not None:
+        feed = [Part(f"experts.{name}", source, shape) for name, source, shape in expert_parts(routing, d, mlp)]
     mixer = _linear_parts(c, f"{layer}.linear_attn") if c.kinds[i] == LINEAR else _full_parts(c, f"{layer}.self_attn")
     return [
         Part("input_norm", f"{layer}.input_layernorm.weight", (d,)),
         *mixer,
         Part("post_norm", f"{layer}.post_attention_layernorm.weight", (d,)),
-        Part("gate_up", f"{layer}.mlp.gate_proj.weight", (f, d)),
-        Part("gate_up", f"{layer}.mlp.up_proj.weight", (f, d)),
-        Part("down", f"{layer}.mlp.down_proj.weight", (d, f)),
+        *feed,
     ]
 
 
@@ -206,6 +211,7 @@ def read_config(config: Mapping[str, object], positions: int) -> HybridConfig:
         raise _bad(f"{place}partial_rotary_factor", message, code="bad_config")
     return HybridConfig(
         kinds=_kinds(raw, place),
+        experts=read_experts(_text_config(config) if place else config, raw.model_type, raw.num_hidden_layers),
         fused=raw.model_type == "qwen3_next",
         trunk="model.language_model" if place else "model",
         vocab_size=raw.vocab_size,
@@ -264,12 +270,6 @@ def _check_model(raw: RawConfig, model_type: str, architectures: object) -> None
         raise _bad("attn_output_gate", "attention without its output gate is not served")
     if raw.quantization_config is not None:
         raise _bad("quantization_config", "quantised checkpoints are not served")
-    experts = _EXPERTS if raw.num_experts is None and model_type == "qwen3_next" else raw.num_experts
-    if experts:
-        dense = set(raw.mlp_only_layers or ())
-        for i in range(raw.num_hidden_layers):
-            if i not in dense and (i + 1) % raw.decoder_sparse_step == 0:
-                raise _bad("num_experts", f"layer {i} has {experts} routed experts; only dense layers are served")
 
 
 def _kinds(raw: RawConfig, place: str) -> tuple[str, ...]:

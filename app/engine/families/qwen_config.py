@@ -1,5 +1,5 @@
-"""A checkpoint of Qwen2ForCausalLM or Qwen3ForCausalLM: its tensors, and its config.json, of which every value that
-changes the computation is read or refused."""
+"""A checkpoint of Qwen2ForCausalLM, Qwen3ForCausalLM or Qwen3MoeForCausalLM: its tensors, and its config.json, of which
+every value that changes the computation is read or refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ import msgspec
 from msgspec import Meta
 
 from app.engine.families.base import fields_of
+from app.engine.families.qwen_moe import expert_parts, read_experts
+from app.engine.moe import Routing
 from app.errors import Rejected
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Layers = Annotated[int, Meta(ge=1, le=4096)]  # modules are made of every one before a tensor is looked for
 Head = Annotated[int, Meta(ge=1, le=2**16)]  # a table of rotary positions is, too
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+_TYPES = {"qwen2": ("qwen2",), "qwen3": ("qwen3", "qwen3_moe")}
+"""model_type of the checkpoints that a family takes."""
 
 
 class RawConfig(msgspec.Struct, frozen=True):
@@ -50,7 +55,8 @@ class RawConfig(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class QwenConfig:
-    """What the computation needs. theta, rope_factor: see `layers.rotary_table`."""
+    """What the computation needs. theta, rope_factor: see `layers.rotary_table`; experts: of each layer, None: a dense
+    one."""
 
     vocab_size: int
     hidden_size: int
@@ -66,6 +72,7 @@ class QwenConfig:
     qkv_bias: bool
     out_bias: bool
     qk_norm: bool
+    experts: tuple[Routing | None, ...]
 
 
 class Part(NamedTuple):
@@ -87,10 +94,13 @@ def block_parts(c: QwenConfig, i: int) -> list[Part]:
         *(Part("qkv", f"{attention}.{x}_proj.weight", (size, d)) for x, size in sizes.items()),
         Part("out", f"{attention}.o_proj.weight", (d, q)),
         Part("post_norm", f"{layer}.post_attention_layernorm.weight", (d,)),
-        Part("gate_up", f"{mlp}.gate_proj.weight", (f, d)),
-        Part("gate_up", f"{mlp}.up_proj.weight", (f, d)),
-        Part("down", f"{mlp}.down_proj.weight", (d, f)),
     ]
+    routing = c.experts[i]
+    if routing is None:
+        parts += [Part("gate_up", f"{mlp}.{x}_proj.weight", (f, d)) for x in ("gate", "up")]
+        parts.append(Part("down", f"{mlp}.down_proj.weight", (d, f)))
+    else:
+        parts += [Part(f"experts.{name}", source, shape) for name, source, shape in expert_parts(routing, d, mlp)]
     if c.qkv_bias:
         parts += [Part("qkv_bias", f"{attention}.{x}_proj.bias", (size,)) for x, size in sizes.items()]
     if c.out_bias:
@@ -101,10 +111,10 @@ def block_parts(c: QwenConfig, i: int) -> list[Part]:
     return parts
 
 
-def read_config(config: Mapping[str, object], model_type: str, positions: int) -> QwenConfig:
+def read_config(config: Mapping[str, object], family: str, positions: int) -> QwenConfig:
     """Read and check.
 
-    model_type  "qwen2" or "qwen3"
+    family      "qwen2" or "qwen3"
     positions   the longest sequence that will be computed
     Raises Rejected("bad_config" | "unsupported_config") with location "config.json: field".
     """
@@ -114,17 +124,17 @@ def read_config(config: Mapping[str, object], model_type: str, positions: int) -
         message, _, path = str(error).partition(" - at `$.")
         missing = re.search(r"missing required field `(\w+)`", message)
         raise _bad(path.rstrip("`") or (missing[1] if missing else "$"), message, code="bad_config") from error
-    _check_model(raw, model_type)
+    _check_model(raw, family)
     _check_positions(raw, positions)
     theta, factor = _rope(raw)
     heads, kv_heads = raw.num_attention_heads, raw.num_key_value_heads or raw.num_attention_heads
     if heads % kv_heads:
         raise _bad("num_key_value_heads", f"{heads} query heads are not a multiple of {kv_heads}", code="bad_config")
-    qwen3 = model_type == "qwen3"
-    if raw.head_dim is None and not qwen3 and raw.hidden_size % heads:
+    qwen3 = family == "qwen3"
+    if raw.head_dim is None and raw.model_type != "qwen3" and raw.hidden_size % heads:
         message = f"hidden_size {raw.hidden_size} is not a multiple of {heads} heads"
         raise _bad("num_attention_heads", message, code="bad_config")
-    dim = raw.head_dim or (128 if qwen3 else raw.hidden_size // heads)  # what transformers takes where it is absent
+    dim = raw.head_dim or (128 if raw.model_type == "qwen3" else raw.hidden_size // heads)  # as transformers
     if dim % 2:
         raise _bad("head_dim", f"rotary positions need an even head_dim, not {dim}", code="bad_config")
     return QwenConfig(
@@ -142,6 +152,7 @@ def read_config(config: Mapping[str, object], model_type: str, positions: int) -
         qkv_bias=bool(raw.attention_bias) if qwen3 else True,
         out_bias=bool(raw.attention_bias) if qwen3 else False,
         qk_norm=qwen3,
+        experts=read_experts(config, raw.model_type, raw.num_hidden_layers),
     )
 
 
@@ -149,17 +160,17 @@ def _bad(field: str, message: str, *, code: str = "unsupported_config") -> Rejec
     return Rejected(code, message, location=f"config.json: {field}")
 
 
-def _check_model(raw: RawConfig, model_type: str) -> None:
-    if raw.model_type != model_type:
-        raise _bad("model_type", f"`{raw.model_type}`; the family of this deployment is `{model_type}`")
-    wanted = f"{model_type.capitalize()}ForCausalLM"
+def _check_model(raw: RawConfig, family: str) -> None:
+    if raw.model_type not in _TYPES[family]:
+        raise _bad("model_type", f"`{raw.model_type}`; the family of this deployment is `{family}`")
+    wanted = _CLASSES[raw.model_type]
     if raw.architectures is not None and wanted not in raw.architectures:
         raise _bad("architectures", f"{raw.architectures}; only {wanted} is served")
     if raw.hidden_act != "silu":
         raise _bad("hidden_act", f"`{raw.hidden_act}`; only `silu` is served")
     if raw.quantization_config is not None:
         raise _bad("quantization_config", "quantised checkpoints are not served")
-    if model_type == "qwen2" and raw.attention_bias is False:
+    if family == "qwen2" and raw.attention_bias is False:
         raise _bad("attention_bias", "Qwen2 has biases on q, k and v; `false` contradicts that")
 
 

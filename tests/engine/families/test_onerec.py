@@ -33,6 +33,7 @@ BASE = {
     "history": {"short": 4, "long": 3, "pool": 2, "prefix": 2},
 }
 FEATURES = {"static": 7, "short": 5, "long": 3, "short_positions": 6, "long_positions": 4}
+EXPERTS = {"routed": 5, "top": 2, "hidden": 10, "shared": 2, "dense": 2, "scores": "sigmoid", "factor": 2.5}
 LIMITS = Limits(widths=(64, 64, 64), rows=256, batch=6, context=64)
 SHAPES = [
     {},
@@ -42,6 +43,9 @@ SHAPES = [
     {"kv_split": 2, "features": FEATURES, "history": None},
     {"features": FEATURES, "context_layers": 1, "kv_sets": 2},
     {"sizes": [4], "history": {"short": 3}},
+    {"experts": {"routed": 7, "top": 3, "hidden": 10, "dense": 1}},
+    {"experts": {"routed": 3, "top": 1, "hidden": 24, "shared": 1, "normalise": False}, "context_layers": 1},
+    {"experts": {**EXPERTS, "bias": True}},
     {"sizes": [3, 2, 4, 2], "history": {"short": 2, "long": 5, "prefix": 3}},
 ]
 
@@ -62,9 +66,9 @@ def pair(config: OneRecConfig, limits: Limits = LIMITS, seed: int = 0) -> tuple[
     files = ModelFiles(msgspec.to_builtins(config), Path(), {name: tuple(w.shape) for name, w in weights.items()})
     served = OneRec.build(files, SidConfig(sizes=config.sizes), limits, torch.float32)
     for name, binding in served.bindings().items():
-        (source,) = binding.sources
+        whole = torch.cat([weights[source] for source in binding.sources])
         owner, _, leaf = name.rpartition(".")
-        setattr(served.get_submodule(owner), leaf, torch.nn.Parameter(weights[source], requires_grad=False))
+        setattr(served.get_submodule(owner), leaf, torch.nn.Parameter(whole, requires_grad=False))
     return reference, served.eval()
 
 
@@ -178,7 +182,8 @@ def test_the_served_names_and_shapes_are_those_of_the_definition() -> None:
         config = config_of(**change)
         reference, served = pair(config)
         expected = {name: tuple(w.shape) for name, w in reference.state_dict().items()}
-        assert {name: tuple(w.shape) for name, w in served.named_parameters()} == expected
+        assert {spec.name: spec.shape for spec in served.weight_specs()} == expected
+        assert served.bindings().keys() == dict(served.named_parameters()).keys()
 
 
 def test_padding_of_the_definition_changes_nothing() -> None:
@@ -363,7 +368,12 @@ def test_contexts_that_the_model_does_not_take_are_refused() -> None:
         ({"features": {}}, "features"),
         ({"family": "qwen3"}, "family"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "architectures[0]"),
-        ({"experts": 4}, ""),
+        ({"depth": 4}, ""),
+        ({"experts": 4}, "experts"),
+        ({"experts": {**EXPERTS, "top": 6}}, "experts.top"),
+        ({"experts": {**EXPERTS, "dense": 3}}, "experts.dense"),
+        ({"experts": {**EXPERTS, "scores": "softmax", "bias": True}}, "experts.bias"),
+        ({"experts": {**EXPERTS, "routed": 5000}}, "experts.routed"),
         ({"d_model": "wide"}, "d_model"),
         ({"layers": 4097}, "layers"),
         ({"context_layers": 4097}, "context_layers"),

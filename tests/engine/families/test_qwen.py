@@ -18,7 +18,7 @@ WIDTHS = [4, 1, 6, 3]
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "qwen3_moe"])
 def engine(request, tmp_path_factory):
     kind = request.param
     directory = tiny.write(tmp_path_factory.mktemp(kind), kind, tie_word_embeddings=kind == "qwen2")
@@ -118,7 +118,9 @@ def test_garbage_in_the_arena_and_in_tombstones_reaches_no_live_row(engine):
     codes[[1, 7, 13]] = -1
     live = [n for n in range(14) if n not in {1, 7, 13}]
     again = engine.step(3, tiny.rows(WIDTHS, codes.tolist(), ancestry), dirty)
-    torch.testing.assert_close(again.logits[live], clean[2].logits[live], rtol=0, atol=0)
+    # rows that share an expert are one product, whose size decides the order of its sums
+    apart = 1e-6 if any(engine._family.config.experts) else 0
+    torch.testing.assert_close(again.logits[live], clean[2].logits[live], rtol=apart, atol=apart)
 
 
 def test_rows_in_another_physical_order_give_the_same_logits(engine):

@@ -410,9 +410,10 @@ REFUSED = [
     ("qwen3_5", {"hidden_size": "16"}, "text_config.hidden_size", "Expected `int`"),
     ("qwen3_5", {"layer_types": []}, "text_config.layer_types", "0 entries"),
     ("qwen3_5", {"model_type": "qwen3_5_moe_text"}, "text_config.model_type", "only `qwen3_5_text`"),
-    ("qwen3_next", {"num_experts": 8, "mlp_only_layers": [0]}, "num_experts", "layer 1 has 8 routed experts"),
-    ("qwen3_next", {"num_experts": 8, "decoder_sparse_step": 2}, "num_experts", "layer 1 has 8 routed experts"),
-    ("qwen3_next", {"num_experts": ...}, "num_experts", "layer 0 has 512 routed experts"),
+    ("qwen3_next", {"num_experts": 8}, "num_experts_per_tok", "10 of 8 experts"),
+    ("qwen3_next", {"num_experts": "8"}, "num_experts", "Expected `int"),
+    ("qwen3_next", {"num_experts": ..., "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size", "0;"),
+    ("qwen3_5_text", {"num_experts": 8}, "num_experts", "`qwen3_5_text` with routed experts is not served"),
 ]  # fmt: skip
 
 
@@ -434,7 +435,8 @@ def test_another_model_is_refused(tmp_path):
 
 
 def test_experts_in_no_layer_are_no_experts(tmp_path):
-    hybrid.engine(hybrid.write(tmp_path, "qwen3_next", num_experts=8, decoder_sparse_step=4))
+    whole = {"num_experts": 8, "decoder_sparse_step": 4, "mlp_only_layers": [0, 1, 2]}
+    hybrid.engine(hybrid.write(tmp_path, "qwen3_next", **whole))
 
 
 def test_a_tied_head_is_the_embedding(tmp_path):

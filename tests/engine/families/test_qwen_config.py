@@ -3,6 +3,9 @@ import pytest
 from app.engine.families.qwen_config import read_config
 from app.errors import Rejected
 from tests.engine import tiny
+from tests.engine.tiny import EXPERTS as SMALL
+
+EXPERTS = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **SMALL}
 
 
 def read(kind="qwen3", positions=64, **changes):
@@ -41,7 +44,13 @@ FAULTS = [
     ({"hidden_size": "16"}, "hidden_size", "Expected `int`, got `str`"),
     ({"vocab_size": 0}, "vocab_size", "Expected `int` >= 1"),
     ({"rms_norm_eps": -1.0}, "rms_norm_eps", "Expected `float` > 0"),
-    ({"model_type": "qwen3_moe"}, "model_type", "`qwen3_moe`; the family of this deployment is `qwen3`"),
+    ({"model_type": "qwen2_moe"}, "model_type", "`qwen2_moe`; the family of this deployment is `qwen3`"),
+    ({"num_experts": 8}, "num_experts", "`qwen3` with routed experts is not served"),
+    ({**EXPERTS, "num_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok", "3 of 2 experts"),
+    ({**EXPERTS, "num_local_experts": 5}, "num_local_experts", "5 contradicts 4 in `num_experts`"),
+    ({**EXPERTS, "num_experts": 5000}, "num_experts", "5000 are more than 4096"),
+    ({**EXPERTS, "moe_intermediate_size": 0}, "moe_intermediate_size", "Expected `int` >= 1"),
+    ({**EXPERTS, "architectures": ["Qwen3ForCausalLM"]}, "architectures", "only Qwen3MoeForCausalLM is served"),
     ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures", "only Qwen3ForCausalLM is served"),
     ({"hidden_act": "gelu"}, "hidden_act", "only `silu` is served"),
     ({"quantization_config": {"bits": 4}}, "quantization_config", "not served"),

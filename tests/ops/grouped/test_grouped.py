@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.ops import grouped
@@ -28,6 +28,7 @@ def logits_of(n, experts, seed, ties):
     return x.round() if ties else x
 
 
+@settings(deadline=None)
 @given(shapes(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([1.0, 2.5]))
 def test_the_best_experts_of_a_row_come_first_and_equal_ones_by_number(shape, sigmoid, normalise, ties, factor):
     n, experts, k, seed = shape
@@ -62,6 +63,7 @@ def test_a_row_that_is_not_a_number_touches_no_other_and_names_experts_that_are_
     assert torch.isfinite(weight).all(1).tolist() == [True, True, False, True]
 
 
+@settings(deadline=None)
 @given(shapes())
 def test_rows_lie_by_expert_in_their_order_and_each_knows_its_places(shape):
     n, experts, k, seed = shape
@@ -76,6 +78,7 @@ def test_rows_lie_by_expert_in_their_order_and_each_knows_its_places(shape):
         assert [pairs[place] for place in found.place[row].tolist()] == [(int(e), row) for e in own]
 
 
+@settings(deadline=None)
 @given(shapes(), st.sampled_from(sorted(EPS, key=str)))
 def test_a_product_is_each_rows_with_its_experts_matrix(shape, dtype):
     n, experts, k, seed = shape

@@ -1,0 +1,119 @@
+"""A mixture of experts in the place of a SwiGLU: routed experts, a few of which each row goes to, and shared ones.
+
+The matrices of all experts lie in one parameter, expert behind expert, so that one product multiplies the rows of all.
+A checkpoint holds them one by one: the binding concatenates them, and the gate checks each by its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from app.engine.fp8 import gated_for
+from app.ops import grouped
+from app.ops.gated import gated
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts there are, and how a row finds its own.
+
+    experts, top, hidden  E routed experts of a SwiGLU with F hidden channels, k of them a row
+    shared                hidden channels of the experts that every row goes through, together; 0: none
+    shared_gate           a row weighs what these give by a sigmoid of its own
+    sigmoid, normalise, factor, bias   see `ops.grouped.choose`
+    """
+
+    experts: int
+    top: int
+    hidden: int
+    shared: int = 0
+    shared_gate: bool = False
+    sigmoid: bool = False
+    normalise: bool = True
+    factor: float = 1.0
+    bias: bool = False
+
+
+class Piece(NamedTuple):
+    """A parameter of `Mixture`, and one of the matrices [rows, columns] (or vectors [rows]) that it is made of.
+
+    expert  whose it is, -1: not of one
+    part    "gate", "up" or "down" of an expert or of the shared ones; "router", "bias", "shared_weight"
+    """
+
+    parameter: str
+    expert: int
+    part: str
+    shape: tuple[int, ...]
+
+
+def pieces(of: Routing, width: int) -> Iterator[Piece]:
+    """Everything that a mixture over `width` channels is made of, in the order in which it lies in the parameters."""
+    yield Piece("router", -1, "router", (of.experts, width))
+    if of.bias:
+        yield Piece("bias", -1, "bias", (of.experts,))
+    for expert in range(of.experts):
+        yield Piece("gate_up", expert, "gate", (of.hidden, width))
+        yield Piece("gate_up", expert, "up", (of.hidden, width))
+        yield Piece("down", expert, "down", (width, of.hidden))
+    if of.shared:
+        yield Piece("shared_gate_up", -1, "gate", (of.shared, width))
+        yield Piece("shared_gate_up", -1, "up", (of.shared, width))
+        yield Piece("shared_down", -1, "down", (width, of.shared))
+    if of.shared_gate:
+        yield Piece("shared_weight", -1, "shared_weight", (1, width))
+
+
+class Mixture(nn.Module):
+    """The parameters of a mixture over d channels: router [E, d] and bias [E]; gate_up [E * 2 F, d], an expert's gate
+    before its up, and down [E * d, F]; shared_gate_up, shared_down, shared_weight [1, d] of the shared experts."""
+
+    router: nn.Parameter
+    bias: nn.Parameter | None
+    gate_up: nn.Parameter
+    down: nn.Parameter
+    shared_gate_up: nn.Parameter
+    shared_down: nn.Parameter
+    shared_weight: nn.Parameter
+
+    PROJECTIONS: ClassVar = ("shared_gate_up", "shared_down")
+    """See `Family.projections`."""
+
+    def __init__(self, of: Routing, width: int) -> None:
+        super().__init__()
+        self.of = of
+        rows: dict[str, list[tuple[int, ...]]] = {}
+        for piece in pieces(of, width):
+            rows.setdefault(piece.parameter, []).append(piece.shape)
+        for name in ("router", "bias", "gate_up", "down", "shared_gate_up", "shared_down", "shared_weight"):
+            shapes = rows.get(name)
+            whole = None if shapes is None else torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:])
+            self.register_parameter(name, None if whole is None else nn.Parameter(whole))
+
+    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
+        """x, onto [N, d] -> onto plus what the experts give for x [N, d]; onto's memory is written. The number of rows
+        alone decides the shapes; nothing is read on the host."""
+        of, width = self.of, x.shape[1]
+        logits = functional.linear(x, self.router)
+        expert, weight = grouped.choose(
+            logits, self.bias, of.top, sigmoid=of.sigmoid, normalise=of.normalise, factor=of.factor
+        )
+        rows = grouped.dispatch(x, expert, of.experts)
+        gate, up = grouped.product(rows.x, self.gate_up.view(of.experts, -1, width), rows.ends).chunk(2, 1)
+        y = grouped.product(gated(gate, up), self.down.view(of.experts, width, -1), rows.ends)
+        return grouped.combine(y, rows.place, weight, self._shared(x, onto))
+
+    def _shared(self, x: Tensor, onto: Tensor) -> Tensor:
+        if not self.of.shared:
+            return onto
+        gate, up = functional.linear(x, self.shared_gate_up).chunk(2, 1)
+        hidden, down = gated_for(gate, up, self.shared_down), self.shared_down
+        if not self.of.shared_gate:
+            return onto.addmm_(hidden, down.t())
+        return onto.addcmul_(functional.linear(hidden, down), functional.linear(x, self.shared_weight).sigmoid_())
