@@ -26,9 +26,7 @@ def settings(process: Mapping[str, str], threads: int) -> Row:
         "load_before": round(os.getloadavg()[0], 2),
         "threads": threads,
         "environment": dict(process),
-        "versions": {
-            name: _version(name) for name in ("widebeam", "torch", "transformers", "numpy", "uvloop", "cupy-cuda13x")
-        }
+        "versions": {name: _version(name) for name in ("widebeam", "torch", "transformers", "numpy", "uvloop")}
         | {"python": platform.python_version()},
         "commit": commit(),
     }
