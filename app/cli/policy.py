@@ -29,6 +29,7 @@ from app.policies.resolve import Library, Policy
 from app.policies.rules import RULES
 from app.policies.schema import schema as policy_schema
 from app.policies.source import Source
+from app.policies.words import meanings, words
 
 app = typer.Typer(help="Check and explain selection policies.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -120,28 +121,36 @@ def schema(
 @app.command("help")
 def help_(
     word: Annotated[
-        str | None, typer.Argument(help="A code such as K003, an operator such as top_p, or a declared name, attr.x")
+        str | None,
+        typer.Argument(
+            help="A word of the language such as seen or rank, an operator such as top_p, a code such as K003, or a "
+            "declared name, attr.x"
+        ),
     ] = None,
     root: Root = Path(),
 ) -> None:
-    """Print what a code means and how to mend it, what an operator does, or what a name of ROOT is (attr. = all of
-    them); every operator where nothing is given."""
+    """Print what a word of the language is, what an operator does, what a code means and how to mend it, or what a name
+    of ROOT is (attr. = all of them); every operator and word where nothing is given."""
     operators = installed()
     if word is None:
         typer.echo(overview(operators))
+        typer.echo(f"\nwords: {', '.join(sorted(words()))}")
         return
     if "." in word:
         typer.echo(_declared(word, deployed(root).facts))
         return
-    if word in operators.known:
-        typer.echo(describe(operators[word]))
+    found = [describe(operators[word])] if word in operators.known else []
+    found += [*meanings(word), overview(operators, word)]
+    if any(found):
+        typer.echo("\n".join(filter(None, found)))
         return
     if word in operators.broken:
         raise typer.BadParameter(f"`{word}` cannot be used: {operators.broken[word]}")
     rule = RULES.get(word.upper())
     if rule is None:
-        hint = suggest(word, [*operators.known, *RULES]) or f"codes: {', '.join(RULES)}"
-        raise typer.BadParameter(f"there is no code and no operator {word}; {hint}")
+        hint = suggest(word, [*operators.known, *words(), *RULES])
+        hint = hint or "`widebeam policy help` lists operators and words; docs/policies/codes/ has the codes"
+        raise typer.BadParameter(f"there is no word, operator or code {word}; {hint}")
     page = PAGES / f"{rule.code}.md"
     # an installed package has no docs beside it
     typer.echo(page.read_text("utf-8").rstrip() if page.is_file() else f"{rule.code} ({rule.severity}): {rule.title}")

@@ -60,9 +60,9 @@ def check_stored(family: Family, functions: Sequence[Function], sizes: Sequence[
     """Raise Rejected("bad_family") where functions that a file names cannot be this family's: others than `encode` and
     a step each (from the second on, where `encode` gives the first one's output), or others' state. So whoever goes
     through them has no more to do than the family makes."""
-    names, whole = [one.name for one in functions], ["encode", *(f"step {t}" for t in range(1, len(sizes) + 1))]
+    called, whole = [one.name for one in functions], ["encode", *(f"step {t}" for t in range(1, len(sizes) + 1))]
     given = bool(functions) and (bool(functions[0].outputs) or not functions[0].exported)
-    if names != whole and not (given and names == [whole[0], *whole[2:]]):
+    if called != whole and not (given and called == [whole[0], *whole[2:]]):
         raise Rejected("bad_family", f"has other functions than encode and {len(sizes)} steps")
     declared = {spec.name for spec in family.state_specs()}
     for function in functions:

@@ -31,13 +31,16 @@ def describe(operator: Operator) -> str:
     return "\n".join(lines)
 
 
-def overview(operators: Operators) -> str:
-    """Every operator by phase, a line each, and what cannot be used."""
+def overview(operators: Operators, only: str | None = None) -> str:
+    """Every operator by phase, a line each, and what cannot be used; or those of one phase, nothing where it takes
+    none."""
     lines = []
     for phase in _phases():
-        for one in operators.of(phase):
+        for one in operators.of(phase) if only in {None, phase} else ():
             whose = f"  [{one.source}]" if one.source else ""
             lines.append(f"{phase:<8} {one.signature:<36} {one.about}{whose}")
+    if only is not None:
+        return "\n".join(lines)
     lines += [f"{'-':<8} {name:<36} cannot be used: {why}" for name, why in sorted(operators.broken.items())]
     return "\n".join(lines)
 

@@ -68,6 +68,7 @@ def schema(operators: Operators = BUILT_IN, facts: Facts | None = None) -> Schem
                 "description": "phases by step; a number wins over first and last, these over all",
             },
             "final": {
+                "description": "what becomes of the survivors of the last step: items, and their list",
                 "type": "object",
                 "additionalProperties": False,
                 "properties": _phases(FINAL_PHASES, operators, declared, "final."),

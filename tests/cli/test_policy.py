@@ -117,6 +117,20 @@ def test_help_prints_what_an_operator_takes_and_lists_them_all(run, monkeypatch)
     assert "some-package 1 is broken" in " ".join(broken.stderr.replace("│", " ").split())
 
 
+def test_help_knows_the_words_of_the_language(run):
+    assert run("help", "seen").stdout.startswith("condition in `mask`, `score`, `rank`")
+    keep = run("help", "keep").stdout
+    assert keep.startswith("phase of a step: cuts the tail of each row; takes a list of operators\n")
+    assert "top_k(n)" in keep
+    assert "diverse" not in keep
+    both = run("help", "where").stdout.splitlines()
+    assert [line.partition(":")[0] for line in both] == ["function where(condition, a, b)", "in experiments"]
+    assert run("help").stdout.splitlines()[-1].startswith("words: about, above, ")
+    slip = run("help", "widht")
+    assert slip.exit_code == 2
+    assert "did you mean `width`?" in " ".join(slip.stderr.replace("│", " ").split())
+
+
 def test_help_prints_the_page_of_a_code(run):
     result = run("help", "k003")
     assert result.exit_code == 0
