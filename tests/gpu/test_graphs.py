@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import torch
 
-from app.config import parse
-from app.core import Rows
+from app.config import Deployment, parse
+from app.core import Rows, TokenIds
 from app.engine.cuda_graphs import CudaRecorder
 from app.engine.graphs import Graphs, Shape
 from app.engine.registry import family
@@ -86,6 +86,18 @@ def test_a_replay_is_the_step_bit_for_bit(kind, tmp_path):
             few = without_the_last(rows) if t > 1 else rows
             padded = graphs.step(served, t, few).logits
             torch.testing.assert_close(padded.float(), logits[: len(few.codes)].float(), rtol=0.03, atol=0.03)
+
+
+def token_batches(kind, directory, device):
+    """A snapshot around a tiny token model, and batches of prompts."""
+    write(kind, directory / "weights")
+    served = engine(kind, directory / "weights", "bfloat16", device)
+    deployment = Deployment(family=kind, sid=tiny.SID, limits=LIMITS, precision="bfloat16")
+    vocab = support.catalogue(support.random_sids(tiny.SIZES, 40), tiny.SIZES)
+    snapshot = support.snapshot_of(served, vocab, deployment)
+    prompts = [tuple(3 + (7 * n + i) % 17 for i in range(1 + 5 * n % 19)) for n in range(12)]
+    jobs = [support.job_of(snapshot, deployment, k=16, context=TokenIds(prompt)) for prompt in prompts]
+    return snapshot, [Batch(tuple(jobs[n : n + 1 + n % 4])) for n in range(9)]
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +179,20 @@ def test_batches_launched_behind_each_other_answer_as_alone(world):
     with ThreadPoolExecutor(1) as another:
         together = [another.submit(loop.finish, flight).result() for flight in flights]
     assert [[end.result.items.tolist() for end in served] for served in together] == alone
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_the_first_step_of_a_token_model_comes_from_the_lane_of_contexts(kind, tmp_path):
+    snapshot, batches = token_batches(kind, tmp_path, "cuda")
+    loop, plain = StepLoop(time.monotonic, Metrics()), StepLoop(time.monotonic, Metrics(), beside=lambda _: False)
+    loop.prepare(snapshot)
+    plain.prepare(snapshot)
+    for _ in range(5):
+        flights = [loop.launch(batch) for batch in batches]
+        found = [loop.finish(flight) for flight in flights]
+        for batch, served in zip(batches, found, strict=True):
+            expected = plain.serve(batch)
+            assert [end.result.items.tolist() for end in served] == [end.result.items.tolist() for end in expected]
 
 
 def test_fifty_cutovers_beside_running_batches_leave_the_memory_as_it_is(world):
