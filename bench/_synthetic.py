@@ -16,7 +16,7 @@ from app.core import History, HistoryIds, Request
 from app.engine.engine import Engine
 from app.engine.families.base import ModelFiles
 from app.engine.families.onerec import OneRec
-from app.engine.families.onerec_config import HistoryConfig, OneRecConfig
+from app.engine.families.onerec_config import ExpertsConfig, HistoryConfig, OneRecConfig
 from app.engine.fp8 import carrier, install
 from app.engine.slots import Slots
 from app.engine.weights import layout, resolve_precision
@@ -36,7 +36,8 @@ from app.vocab.vocab import make_vocab
 
 class Shape(NamedTuple):
     """OneRec-V2's 0.2B row (arXiv 2508.20900) with 4 steps: FFN 4 d, a K/V head for each query head everywhere, one
-    context K/V set whose values are its keys, no context blocks."""
+    context K/V set whose values are its keys, no context blocks. Where there are experts, `ffn` is of the blocks before
+    them."""
 
     codes: int = 8192
     steps: int = 4
@@ -47,6 +48,7 @@ class Shape(NamedTuple):
     heads: int = 14
     ffn: int = 3584
     items: int = 1_000_000
+    experts: ExpertsConfig | None = None
 
     @property
     def config(self) -> OneRecConfig:
@@ -54,13 +56,22 @@ class Shape(NamedTuple):
         return OneRecConfig(
             family="onerec", sizes=(self.codes,) * self.steps, d_model=self.d, layers=self.layers, heads=self.heads,
             head_dim=self.d // self.heads, cross_groups=self.heads, self_groups=self.heads, ffn=self.ffn,
-            history=HistoryConfig(short=self.context - 1),
+            experts=self.experts, history=HistoryConfig(short=self.context - 1),
         )  # fmt: skip
+
+    @property
+    def feed(self) -> int:
+        """Multiply-adds of the feed-forward parts of all blocks for a row: of experts, those that it goes to."""
+        dense, experts = 3 * self.d * self.ffn, self.experts
+        if experts is None:
+            return self.layers * dense
+        mixed = 3 * self.d * experts.hidden * (experts.top + experts.shared) + self.d * experts.routed
+        return experts.dense * dense + (self.layers - experts.dense) * mixed
 
     def decode_flop(self, requests: int) -> float:
         """Model FLOP of the decode steps of a batch: 2 a multiply-add of the products, 4 s d a layer for an attention
         over s positions; 1 + (steps - 1) * width rows a request."""
-        matrices = self.layers * (6 * self.d * self.d + 3 * self.d * self.ffn) + self.d * self.codes
+        matrices = self.layers * 6 * self.d * self.d + self.feed + self.d * self.codes
         per_row = 2 * matrices + 4 * self.layers * self.d * self.context
         rows = [1] + [self.width] * (self.steps - 1)
         own = sum(n * 4 * self.layers * self.d * t for t, n in enumerate(rows, 1))
@@ -71,9 +82,16 @@ class Shape(NamedTuple):
         return requests * self.context * 2 * self.d * self.d
 
 
+SHAPES = {
+    "0.2b": Shape(),
+    "4b-moe": Shape(
+        d=1408, layers=14, heads=11, ffn=5632, experts=ExpertsConfig(routed=53, top=3, hidden=1408, shared=1, dense=2)
+    ),
+}
+"""Rows of the paper's tables by name."""
 FORMULA = (
-    "decode: rows * (2 (L (6 d^2 + 3 d f) + d C) + 4 L d context) + sum over steps rows_t 4 L d t, rows = R (1 + 3 W); "
-    "context: R positions 2 d^2"
+    "decode: rows * (2 (L 6 d^2 + feed + d C) + 4 L d context) + sum over steps rows_t 4 L d t, rows = R (1 + 3 W); "
+    "feed: 3 d f a dense block, 3 d h (k + shared) + d E one with experts; context: R positions 2 d^2"
 )
 
 
@@ -123,7 +141,9 @@ def deviation(name: str, inputs: int, shape: Shape) -> float:
         return 2 / math.sqrt(inputs)
     if "codes" in name or "age" in name:
         return 1.0
-    quiet = math.sqrt(2 * shape.layers) if name.endswith(("o.weight", "down.weight")) else 1.0
+    quiet = (
+        math.sqrt(2 * shape.layers) if name.endswith(("o.weight", "down.weight", "ffn.down", "shared_down")) else 1.0
+    )
     return 1 / math.sqrt(inputs) / quiet
 
 

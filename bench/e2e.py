@@ -1,10 +1,11 @@
 """Whole batches on a GPU, from contexts to encoded answers: throughput, tail, model FLOP utilisation, where time goes.
 
     python -m bench.e2e [--mode step homogeneous general eager] [--precision bfloat16 fp8] [--batch 1 2 4 8 16 32]
-                        [--seconds 30] [--k 50] [--out bench/results/e2e.json]
+                        [--shape 0.2b | 4b-moe] [--seconds 30] [--k 50] [--out bench/results/e2e.json]
 
-Synthetic weights in OneRec-V2's 0.2B shape, random contexts of 512 positions, 4 steps of 8192 codes, 512 beams, a
-random catalogue of a million items that masks every step. Full batches back to back through the server's own engine
+Synthetic weights in the shape of OneRec-V2's 0.2B row, or of its 4B row with experts (53, of which a row goes to 3, and
+one for all; 0.5B of the parameters compute a row), random contexts of 512 positions, 4 steps of 8192 codes, 512 beams,
+a random catalogue of a million items that masks every step. Full batches back to back through the server's own engine
 thread, which launches a batch while the one before it is computed: context stage, uploads, decode, selection, item
 look-up; answers are encoded on the event loop, as in the server. Admission and sockets are not in it.
 
@@ -48,7 +49,7 @@ from app.runtime.steps import StepLoop, cuda_graphs
 from app.runtime.thread import EngineThread
 from bench._modes import MODES, OnePlan
 from bench._report import commit
-from bench._synthetic import FORMULA, Shape, jobs_of, snapshot_of
+from bench._synthetic import FORMULA, SHAPES, Shape, jobs_of, snapshot_of
 
 CEILINGS = {"measured": 768e12, "datasheet": 989e12}
 """bf16 FLOP/s of an H200: a product of 8192^3, and the vendor's figure."""
@@ -231,7 +232,8 @@ def markdown(document: Row) -> str:
     lines = [
         "# Whole batches on a GPU", "",
         f"{document['device']}, torch {document['torch']}, CUDA {document['cuda']}, commit {document['commit']}; "
-        f"{document['parameters'] / 1e6:.0f} M parameters. [README](../README.md) says of what.", "",
+        f"shape {document['shape']}, {document['parameters'] / 1e6:.0f} M parameters. What it is: [README](../README.md).",
+        "",
         f"Model FLOP: {FORMULA}. MFU over 768 TFLOP/s (989 in brackets), whatever the precision.", "",
         "| mode | precision | batch | mean ms | p99 ms | latency, mean | p99 | QPS | MFU | MFU of the decode steps "
         "| GPU busy ms | seconds |",
@@ -286,6 +288,7 @@ def merged(known: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.2b", help="a file of results is of one")
     parser.add_argument("--mode", nargs="+", choices=ORDER, default=list(ORDER))
     parser.add_argument("--precision", nargs="+", choices=["bfloat16", "float16", "fp8"], default=["bfloat16"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
@@ -295,23 +298,25 @@ def main() -> None:
     args = parser.parse_args()
     device, runs = torch.device("cuda", torch.cuda.current_device()), list[Row]()
     for precision in args.precision:
-        snapshot = snapshot_of(Shape(), max(args.batch), device, POLICY, precision)
+        snapshot = snapshot_of(SHAPES[args.shape], max(args.batch), device, POLICY, precision)
         for mode in args.mode:
-            for run in measured(mode, snapshot, args.batch, args.seconds, args.k):
+            for run in measured(mode, snapshot, SHAPES[args.shape], args.batch, args.seconds, args.k):
                 runs.append(run)
                 print(json.dumps(run), flush=True)
                 if args.out:
-                    write(args.out, runs, _parameters(snapshot))
+                    write(args.out, args.shape, runs, _parameters(snapshot))
 
 
-def measured(mode: str, snapshot: Snapshot, batches: Sequence[int], seconds: float, k: int) -> Iterator[Row]:
+def measured(
+    mode: str, snapshot: Snapshot, shape: Shape, batches: Sequence[int], seconds: float, k: int
+) -> Iterator[Row]:
     """A mode's runs, the largest batch first."""
     of = None
     for batch in sorted(batches, reverse=True):
         if of is None or mode in MODES:
             of = None  # a plan's memory goes before the next one takes its own
             of = prepared(mode, snapshot, batch)
-        yield measure(mode, of, batch, Shape(), snapshot, seconds, k)
+        yield measure(mode, of, batch, shape, snapshot, seconds, k)
 
 
 def _parameters(snapshot: Snapshot) -> int:
@@ -319,10 +324,12 @@ def _parameters(snapshot: Snapshot) -> int:
     return sum(memory.numel() for name, memory in tensors.items() if not name.endswith(".scale"))
 
 
-def write(out: Path, runs: Sequence[Row], parameters: int) -> None:
-    """The file and its table, with what other runs have put there."""
-    known = json.loads(out.read_text("utf-8"))["runs"] if out.exists() else []
+def write(out: Path, shape: str, runs: Sequence[Row], parameters: int) -> None:
+    """The file and its table, with what other runs of the shape have put there."""
+    before = json.loads(out.read_text("utf-8")) if out.exists() else {"runs": []}
+    known = before["runs"] if before.get("shape", "0.2b") == shape else []
     document = {
+        "shape": shape,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "python": platform.python_version(), "commit": commit(), "parameters": parameters, "formula": FORMULA,
         "runs": merged(known, runs),

@@ -41,7 +41,7 @@ def test_a_mode_is_measured_and_shown(mode, snapshot, monkeypatch):
     assert run["p99_ms"] >= run["median_ms"] > 0
     assert set(run["steps_ms"]) == {"context", "1", "2", "3", "4"}
     about = dict.fromkeys(("device", "torch", "cuda", "commit"), "x")
-    shown = e2e.markdown({**about, "parameters": 1, "runs": e2e.merged([], [run])})
+    shown = e2e.markdown({**about, "shape": "0.2b", "parameters": 1, "runs": e2e.merged([], [run])})
     assert f"| {mode} | float32 | 2 | " in shown
 
 
