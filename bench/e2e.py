@@ -232,7 +232,7 @@ def markdown(document: Row) -> str:
     lines = [
         "# Whole batches on a GPU", "",
         f"{document['device']}, torch {document['torch']}, CUDA {document['cuda']}, commit {document['commit']}; "
-        f"{document['shape']}, {document['parameters'] / 1e6:.0f} M parameters. What it is: [README](../README.md).", "",
+        f"{document['shape']}, {document['parameters'] / 1e6:.0f} M parameters. Of what: [README](../README.md).", "",
         f"Model FLOP: {FORMULA}. MFU over 768 TFLOP/s (989 in brackets), whatever the precision.", "",
         "| mode | precision | batch | mean ms | p99 ms | latency, mean | p99 | QPS | MFU | MFU of the decode steps "
         "| GPU busy ms | seconds |",
