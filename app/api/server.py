@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import os
 import signal
@@ -73,7 +74,8 @@ async def serve(
     readiness = Readiness(front)
     tokens = _tokens(server, root, log)
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(_listen(server.host, port)) for port in (server.port, server.admin_port)]
+        ports = {"port": server.port, "admin_port": server.admin_port}
+        sockets = [stack.enter_context(_listen(server.host, port, key)) for key, port in ports.items()]
         addresses = Addresses(*(_url(server.host, listener) for listener in sockets))
         public = Listener(apps.public(front, deployment, metrics, log, readiness, control=control), server, sockets[0])
         admin_app = apps.admin(front, deployment, metrics, log, readiness, tokens, control=control)
@@ -194,7 +196,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, key: str) -> socket.socket:
+    """key: what `[server]` calls the port"""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -209,7 +212,11 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        message = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        if error.errno in {errno.EADDRINUSE, errno.EACCES}:
+            flag = key.replace("_", "-")
+            message += f"; choose another {key} with --{flag} or under [server] (0 = any free one, which the log names)"
+        raise CannotListen(message) from error
     return listener
 
 

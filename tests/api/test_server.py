@@ -127,7 +127,8 @@ async def test_a_port_that_is_taken_is_an_error_that_names_it():
         taken.listen()
         port = taken.getsockname()[1]
         for which in ("port", "admin_port"):
-            with pytest.raises(CannotListen, match=f"cannot listen on 127.0.0.1:{port}: .*in use"):
+            choose = f"choose another {which} with --{which.replace('_', '-')} or under"
+            with pytest.raises(CannotListen, match=f"cannot listen on 127.0.0.1:{port}: .*in use; {choose}"):
                 async with served(**{which: port}):
                     pass
 

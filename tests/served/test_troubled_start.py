@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -18,6 +19,20 @@ def test_a_root_that_is_not_there_is_a_wrong_command_line(tmp_path):
     assert done.returncode == 2
     assert "nowhere" in done.stderr
     assert "does not exist" in done.stderr
+
+
+def test_a_port_that_is_taken_ends_the_server_with_what_to_do(tmp_path):
+    root = support.write_root(tmp_path / "root")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "app", "serve", "--root", str(root), "--port", "0", "--admin-port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"cannot listen on 127.0.0.1:{port}: ")
+    assert "choose another admin_port with --admin-port or under [server] (0 = any free one" in line
 
 
 def test_without_a_single_inotify_watch_changes_are_found_by_looking(tmp_path):
