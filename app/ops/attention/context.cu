@@ -73,8 +73,12 @@ __device__ __forceinline__ void finish() {
 // Keeps what is made of y behind this line, and what makes it before.
 __device__ __forceinline__ void settled(float (&y)[8][4]) { asm volatile("" : LIST(SUMMED) : : "memory"); }
 
-// Swizzled rows of 128 bytes, eights of rows 1024 bytes apart.
-__device__ __forceinline__ u64 descriptor(u32 at) { return (u64)(at >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+// Swizzled rows of 128 bytes, eights of rows 1024 bytes apart; at: bytes / 16.
+__device__ __forceinline__ u64 descriptor(u32 at) {
+    u64 x;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(x) : "r"(at | 1u << 16), "r"(64u | 1u << 30));
+    return x;
+}
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -96,9 +100,8 @@ __device__ __forceinline__ void fetch_tile(Fetch& x, u32 at, int count, i64 k_po
 #pragma unroll
     for (int i = 0; i < KEYS / EACH; i++) {
         const bool there = x.key + i * EACH < count;
-        const i64 key = there ? i * EACH : 0;
-        fetch(to + i * EACH * 128, x.keys + key * k_position, there);
-        fetch(to + i * EACH * 128 + STAGE / 2, x.values + key * v_position, there);
+        fetch(to + i * EACH * 128, x.keys + i * EACH * k_position, there);
+        fetch(to + i * EACH * 128 + STAGE / 2, x.values + i * EACH * v_position, there);
     }
     x.key += KEYS, x.keys += KEYS * k_position, x.values += KEYS * v_position;
 }
@@ -176,20 +179,20 @@ __device__ __forceinline__ void weigh(Rows& x, const float (&s)[8][4], float fac
         for (int e = 0; e < 4; e++) x.p[i][e] = pack(w[2 * i + e / 2][e % 2 * 2], w[2 * i + e / 2][e % 2 * 2 + 1]);
 }
 
-__device__ __forceinline__ void start_scores(float (&s)[8][4], const u32 (&q)[D / 16][4], u64 keys) {
+__device__ __forceinline__ void start_scores(float (&s)[8][4], const u32 (&q)[D / 16][4], u32 keys) {
     begin();
-    first_keys(s, q[0], keys);
+    first_keys(s, q[0], descriptor(keys));
 #pragma unroll
-    for (int i = 1; i < D / 16; i++) more_keys(s, q[i], keys + i / 4 * (PLANE >> 4) + i % 4 * 2);
+    for (int i = 1; i < D / 16; i++) more_keys(s, q[i], descriptor(keys + i / 4 * (PLANE >> 4) + i % 4 * 2));
     commit();
 }
 
-__device__ __forceinline__ void start_output(Rows& x, u64 at) {
+__device__ __forceinline__ void start_output(Rows& x, u32 at) {
     begin();
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++)
 #pragma unroll
-        for (int plane = 0; plane < PLANES; plane++) values(x.y[plane], x.p[i], at + plane * (PLANE >> 4) + i * 128);
+        for (int plane = 0; plane < PLANES; plane++) values(x.y[plane], x.p[i], descriptor(at + plane * (PLANE >> 4) + i * 128));
     commit();
 }
 
@@ -248,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) context(
             for (int e = 0; e < 4; e++) x.y[plane][j][e] = 0.f;
     x.most[0] = x.most[1] = -INFINITE, x.sum[0] = x.sum[1] = 0.f;
     const float factor = scale * LOG2E;
-    const u64 tile = descriptor(places);
+    const u32 tile = places >> 4;
     if (steps) {
         float s[8][4];
         arrived(0);
@@ -258,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) context(
         weigh(x, s, factor, count);
     }
 #pragma unroll 1
-    for (int step = 1; step < steps; step++) {
+    for (u32 step = 1; step < steps; step++) {
         float s[8][4];
         arrived(step);
         start_scores(s, asked, tile + step % STAGES * (STAGE >> 4));
