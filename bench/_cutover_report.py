@@ -45,7 +45,10 @@ class Ordered:
 
 
 def ratios(above: Sequence[Floats], below: Sequence[Floats], resamples: int = RESAMPLES) -> Row:
-    """above / below at each of QUANTILES, with the 2.5 % and 97.5 % points of a bootstrap over blocks."""
+    """above / below at each of QUANTILES, with the 2.5 % and 97.5 % points of a bootstrap over blocks; {}
+    where one of them has none."""
+    if not above or not below:
+        return {}
     random, upper, lower = np.random.default_rng(0), Ordered(above), Ordered(below)
     found = np.array([upper.drawn(random) / lower.drawn(random) for _ in range(resamples)])
     return {
@@ -107,7 +110,7 @@ def summary(parts: Sequence[Row]) -> Row:
         "late_p99_ms": quantile([np.array(c["columns"]["late_ms"]) for c in clients if c["columns"]], 0.99),
         "steady_ms": {name: quantile(both, q) for name, q in QUANTILES.items()},
         "during_ms": {name: quantile(during, q) for name, q in QUANTILES.items()} if during else {},
-        "ratio": ratios(during, both) if during else {},
+        "ratio": ratios(during, both),
         "aa": ratios(steady[1], steady[0]),
         "p99_by_part": [_of_part(one, 0.99) for one in found],
         "first_ms": {name: quantile(first, q) for name, q in QUANTILES.items()} if first else {},
@@ -198,7 +201,7 @@ def _figures(found: Row) -> str:
         *(row(f"steady {q} ms", lambda f, q=q: f"{f['steady_ms'][q]:.2f}") for q in QUANTILES),
         *(row(f"during {q} ms", lambda f, q=q: f"{f['during_ms'].get(q, 0):.2f}") for q in QUANTILES),
         *(row(f"during / steady, {q}", lambda f, q=q: three(f["ratio"][q]) if f["ratio"] else "") for q in QUANTILES),
-        *(row(f"A/A, {q}", lambda f, q=q: three(f["aa"][q])) for q in QUANTILES),
+        *(row(f"A/A, {q}", lambda f, q=q: three(f["aa"][q]) if f["aa"] else "") for q in QUANTILES),
         row("during / steady p99 of each part", lambda f: ", ".join(f"{v:.2f}" for v in f["p99_by_part"])),
         row("first updates p50, p99, p99.9 ms", lambda f: ", ".join(f"{v:.2f}" for v in f["first_ms"].values())),
         row("hold p50, p99, max ms", lambda f: ", ".join(f"{v:.2f}" for v in f["hold_ms"].values())),

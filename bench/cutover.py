@@ -19,6 +19,7 @@ import gzip
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -227,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         make(arguments)
         return
     with tempfile.TemporaryDirectory() as scratch:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # the server and the clients end, too
         work = arguments.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
         try:

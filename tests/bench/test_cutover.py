@@ -131,6 +131,8 @@ def test_a_part_that_was_cut_short_says_so_and_parts_of_other_settings_are_refus
     text = write_report([part(rows, trouble=["update 7: refused"])], tmp_path / "r")
     assert "**Cut short: update 7: refused**" in text
     assert "| first updates p50, p99, p99.9 ms | 5.00, 5.00, 5.00 |" in text
+    cut = write_report([part([row for row in rows if row[0] < 12], trouble=["the server ended"])], tmp_path / "cut")
+    assert "| A/A, p99 |  |" in cut
     with pytest.raises(SystemExit, match="different settings"):
         write_report([part(rows), {**part(rows), "setting": {"width": 1}}], tmp_path / "r")
 
