@@ -27,8 +27,8 @@ BEYOND = 1.3
 """How far above what it has answered so far the last rate is."""
 REFUSED = frozenset({"artifact_rejected", "deployment_rejected", "not_ready"})
 """Events of a server that never does what it was asked for."""
-REQUEST = b'"event":"request"'
-"""In a line of the log about one request."""
+REQUEST = b'"level":"info","event":"request"'
+"""In a line of the log about a request that went well."""
 LINES = 40
 """Bad lines of the log that are kept."""
 
