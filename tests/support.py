@@ -76,7 +76,8 @@ def onerec_engine(sizes: Sequence[int], limits: Limits, seed: int = 0, **changes
     family = OneRec.build(files, SidConfig(sizes=tuple(sizes)), limits, torch.float32)
     for name, binding in family.bindings().items():
         owner, _, leaf = name.rpartition(".")
-        setattr(family.get_submodule(owner), leaf, torch.nn.Parameter(weights[binding.sources[0]], requires_grad=False))
+        whole = torch.cat([weights[source] for source in binding.sources])
+        setattr(family.get_submodule(owner), leaf, torch.nn.Parameter(whole, requires_grad=False))
     return Engine(family.eval(), device=torch.device("cpu"), dtype=torch.float32)
 
 

@@ -18,6 +18,13 @@ from tests import support
 from tests.engine import hybrid, tiny
 
 LIMITS = Limits(widths=(16,) * 3, rows=64, batch=4, context=24)
+KINDS = {
+    "onerec": "onerec", "onerec_experts": "onerec", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3",
+    "qwen3_5": "qwen3_5", "qwen3_next_experts": "qwen3_5",
+}  # fmt: skip
+"""Tiny models, and the family that serves each."""
+ALL = {"num_experts_per_tok": 4, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+"""A row goes to all experts, so that no rounding sends it elsewhere."""
 PROMPTS = [(3, 4, 5, 6, 7), (9,), tuple(range(3, 23)), (9, 8, 7, 6, 5)]
 WIDTHS = [4, 1, 6, 3]
 
@@ -26,8 +33,13 @@ def write(kind, directory):
     """A weights version of a tiny random model."""
     if kind == "qwen3_5":
         hybrid.write(directory)
-    elif kind == "onerec":
-        config = support.onerec_config(tiny.SIZES)
+    elif kind == "qwen3_next_experts":
+        hybrid.write(directory, "qwen3_next", **hybrid.EXPERTS | ALL)
+    elif kind == "qwen3_moe":
+        tiny.write(directory, kind, **ALL)
+    elif kind.startswith("onerec"):
+        experts = {"routed": 5, "top": 5, "hidden": 16, "shared": 1, "dense": 1, "normalise": False}
+        config = support.onerec_config(tiny.SIZES, **{"experts": experts} if kind == "onerec_experts" else {})
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(config))
         save_file(support.onerec_weights(config), directory / "model.safetensors")
@@ -37,15 +49,15 @@ def write(kind, directory):
 
 
 def engine(kind, directory, precision, device):
-    sid = SidConfig(sizes=tiny.SIZES) if kind == "onerec" else tiny.SID
-    return load(directory, family(kind), sid, LIMITS, precision=precision, device=torch.device(device))
+    sid = SidConfig(sizes=tiny.SIZES) if kind.startswith("onerec") else tiny.SID
+    return load(directory, family(KINDS[kind]), sid, LIMITS, precision=precision, device=torch.device(device))
 
 
 def outputs(engine, kind, compact):
     """Logits of steps 1..L on the CPU in float32; every row has its own path."""
     arena = engine.new_arena(LIMITS)
     generator = torch.Generator().manual_seed(3)
-    if kind == "onerec":
+    if kind.startswith("onerec"):
         asked = [
             History(torch.randint(0, 5, (items, 3), generator=generator).numpy().astype("int32"))
             for items in (4, 1, 9, 2)
@@ -74,7 +86,7 @@ def errors(found, expected):
 
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("kind", ["onerec", "qwen2", "qwen3", "qwen3_5"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_family_on_a_gpu_is_as_near_to_float32_as_on_a_cpu(kind, precision, compact, tmp_path, monkeypatch):
     launches = []
     right = launch.attend
