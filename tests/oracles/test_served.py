@@ -30,7 +30,7 @@ def write_root(root, kind: str, case: Case, model, widths, **exported):
     root.mkdir()
     most = [max(widths)] * len(case.sizes)
     (root / "deployment.toml").write_text(
-        f'family = "{kind}"\ndevice = "cpu"\n[sid]\nsizes = {list(case.sizes)}\ntokens = "file"\nprefix = [{BOS}]\n'
+        f'family = "{checkpoints.FAMILIES[kind]}"\ndevice = "cpu"\n[sid]\nsizes = {list(case.sizes)}\ntokens = "file"\nprefix = [{BOS}]\n'
         f"[limits]\nwidths = {most}\nrows = 8192\nbatch = 64\ncontext = 40\n[server]\npolicy_override = true\n"
     )
     (root / "policies").mkdir()
@@ -93,7 +93,7 @@ def prompt(case: Case, context: HistoryIds | TokenIds) -> tuple[int, ...]:
     return tuple(case.tokens[t][code] for row in rows for t, code in enumerate(row))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("kind", checkpoints.FAMILIES)
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes)))
 def test_the_server_finds_what_generate_finds(kind, sizes, tmp_path):
     case = checkpoints.make_case("served", sizes, 300, contiguous=sizes[0] != 5, seed=sum(sizes))
@@ -111,7 +111,7 @@ def test_the_server_finds_what_generate_finds(kind, sizes, tmp_path):
     assert all(outcome.status == "underfilled" for outcome in outcomes), "100 asked, at most 64 beams"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("kind", checkpoints.FAMILIES)
 def test_fewer_items_than_beams_give_all_items_once(kind, tmp_path):
     case = checkpoints.make_case("thin", (5, 4, 6), 11, contiguous=False, seed=3)
     model = checkpoints.make_model(kind, case, seed=9)
