@@ -30,7 +30,8 @@ def write_root(root, kind: str, case: Case, model, widths, **exported):
     root.mkdir()
     most = [max(widths)] * len(case.sizes)
     (root / "deployment.toml").write_text(
-        f'family = "{checkpoints.FAMILIES[kind]}"\ndevice = "cpu"\n[sid]\nsizes = {list(case.sizes)}\ntokens = "file"\nprefix = [{BOS}]\n'
+        f'family = "{checkpoints.FAMILIES[kind]}"\ndevice = "cpu"\n[sid]\nsizes = {list(case.sizes)}\n'
+        f'tokens = "file"\nprefix = [{BOS}]\n'
         f"[limits]\nwidths = {most}\nrows = 8192\nbatch = 64\ncontext = 40\n[server]\npolicy_override = true\n"
     )
     (root / "policies").mkdir()
