@@ -68,28 +68,38 @@ def run_part(arguments: argparse.Namespace, work: Path) -> Row:
 
 
 def _timed(server: Server, work: Path, arguments: argparse.Namespace, began: float) -> Row:
-    """The stretches of a part, under load: `marks` are their bounds."""
+    """The stretches of a part, under load: `marks` are their bounds. Updates end early for `--limit`, and so does, where
+    that is not enough, the second steady stretch."""
     updates, trouble = Updates(server, work, arguments.gap), list[str]()
-    until = began + arguments.limit - arguments.steady - arguments.rest
+    end = began + arguments.limit
+    until = end - arguments.steady - arguments.rest
     time.sleep(arguments.warm)
     first, wrong = updates.publish(["both"] * arguments.first, until - arguments.steady)
     trouble += wrong
     if first:
         time.sleep(arguments.warm)  # whoever waited has been answered
-    print(f"{time.monotonic() - began:.0f} s: steady", file=sys.stderr)
-    marks = [time.monotonic()]
+    marks = [_said(began, "steady")]
     time.sleep(arguments.steady)
     marks.append(time.monotonic())
     cycle = [arguments.kinds[n % len(arguments.kinds)] for n in range(arguments.cutovers)]
     made, wrong = updates.publish(cycle if not trouble else [], until)
     trouble += wrong
     time.sleep(arguments.rest)
-    print(f"{time.monotonic() - began:.0f} s: {len(made)} updates, steady again", file=sys.stderr)
-    marks.append(time.monotonic())
-    time.sleep(arguments.steady)
+    marks.append(_said(began, f"{len(made)} updates, steady again"))
+    left = max(0.0, end - marks[-1])
+    if left < arguments.steady:
+        trouble.append(f"{left:.0f} s were left for the second steady stretch")
+    time.sleep(min(arguments.steady, left))
     marks.append(time.monotonic())
     rounded = [round(one, 3) for one in marks]
     return {"marks": rounded, "first": first, "updates": made, "trouble": trouble, "asked": arguments.cutovers}
+
+
+def _said(began: float, what: str) -> float:
+    """The time, said aloud."""
+    now = time.monotonic()
+    print(f"{now - began:.0f} s: {what}", file=sys.stderr)
+    return now
 
 
 class Updates:
