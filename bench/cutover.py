@@ -68,8 +68,8 @@ def run_part(arguments: argparse.Namespace, work: Path) -> Row:
 
 
 def _timed(server: Server, work: Path, arguments: argparse.Namespace, began: float) -> Row:
-    """The stretches of a part, under load: `marks` are their bounds. Updates end early for `--limit`, and so does, where
-    that is not enough, the second steady stretch."""
+    """The stretches of a part, under load: `marks` are their bounds. Updates end early for `--limit`, and where
+    that is not enough, so does the second steady stretch."""
     updates, trouble = Updates(server, work, arguments.gap), list[str]()
     end = began + arguments.limit
     until = end - arguments.steady - arguments.rest
