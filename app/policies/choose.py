@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from app.ops.selection import keys
+from app.ops.upload import upload_ints
 from app.policies.plan import StepInputs
 
 INF = float("inf")
@@ -39,20 +40,22 @@ class Field:
     def of(cls, inputs: StepInputs) -> Field:
         """From a step's inputs, which must hold what a program with "request" in its `uses` is given."""
         assert inputs.request is not None and inputs.order is not None, "uses: request"
-        k = torch.tensor(inputs.widths, dtype=torch.int64, device=inputs.code.device)
+        k = upload_ints(inputs.widths, torch.int64, inputs.code.device)
         return cls(inputs.request, inputs.order, inputs.code, k, inputs.widths, inputs.logits.shape[1])
 
 
 @dataclass(frozen=True)
 class Line:
-    """Valid candidates of all requests, requests one after the other, each in T0.
+    """Candidates of all requests, requests one after the other, each in T0: the valid ones first.
 
-    at [N] int64 flat places r * F + f · row [N] · request [N]
+    at [N] int64 flat places r * F + f, each once · row [N] · request [N] · alive [N] bool: valid. On a GPU those that
+    are not stay, so that nothing waits for their number
     """
 
     at: Tensor
     row: Tensor
     request: Tensor
+    alive: Tensor
 
 
 def line(rank: Tensor, field: Field, *, cut: bool) -> Line:
@@ -65,16 +68,21 @@ def line(rank: Tensor, field: Field, *, cut: bool) -> Line:
     at = (torch.arange(len(rank), device=rank.device)[:, None] * per_row + place).reshape(-1)
     packed = packed.reshape(-1)
     alive = rank.reshape(-1)[at] > -INF
-    at, packed = at[alive], packed[alive]
+    if _waiting_is_free(rank.device):
+        at, packed, alive = at[alive], packed[alive], alive[alive]
     row = at.div(per_row, rounding_mode="floor")
     best_first = torch.argsort(packed, descending=True)
     by_request = torch.argsort(field.request[row[best_first]], stable=True)
     order = best_first[by_request]
-    return Line(at[order], row[order], field.request[row[order]])
+    return Line(at[order], row[order], field.request[row[order]], alive[order])
+
+
+def _waiting_is_free(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def head(rank: Tensor, field: Field, times: int) -> Line:
-    """The best `times` K candidates of each request, in T0."""
+    """The best `times` K candidates of each request, in T0. Waits for the device."""
     packed = keys(rank, field.code, field.order, field.size)
     rows = torch.bincount(field.request, minlength=len(field.widths)).tolist()
     first, parts = 0, []
@@ -85,7 +93,7 @@ def head(rank: Tensor, field: Field, times: int) -> Line:
         first += count
     at = torch.cat(parts)
     row = at.div(packed.shape[1], rounding_mode="floor")
-    return Line(at, row, field.request[row])
+    return Line(at, row, field.request[row], torch.ones_like(at, dtype=torch.bool))
 
 
 def place_in(group: Tensor, member: Tensor) -> Tensor:
@@ -101,14 +109,15 @@ def place_in(group: Tensor, member: Tensor) -> Tensor:
 
 def count_in(group: Tensor, member: Tensor) -> Tensor:
     """[N] int64: how many members share each candidate's group."""
-    ordered = torch.sort(group[member]).values
+    ordered = torch.sort(torch.where(member, group, torch.iinfo(torch.int64).max)).values
     return torch.searchsorted(ordered, group, right=True) - torch.searchsorted(ordered, group)
 
 
-def only(rank: Tensor, at: Tensor) -> Tensor:
-    """Ranks of the candidates at flat places; -inf elsewhere."""
+def only(rank: Tensor, at: Tensor, taken: Tensor | None = None) -> Tensor:
+    """Ranks of the candidates at flat places, of those that are taken; -inf elsewhere."""
     out = torch.full_like(rank, -INF, memory_format=torch.contiguous_format)  # a model may give transposed logits
-    out.view(-1)[at] = rank.reshape(-1)[at]
+    ranks = rank.reshape(-1)[at]
+    out.view(-1)[at] = ranks if taken is None else torch.where(taken, ranks, -INF)
     return out
 
 
@@ -164,35 +173,38 @@ def quota(rank: Tensor, field: Field, caps: Sequence[Quota], floors: Sequence[Qu
     if not cut:
         for times in HEADS:
             candidates = head(rank, field, times)
-            taken, met = _scan(candidates, field, caps, floors)
+            taken, met = _scan(candidates, field, caps, floors, watch=True)
             if len(candidates.at) == int((rank > -INF).sum()) or (met and int(taken.sum()) == sum(field.widths)):
                 return only(rank, candidates.at[taken])
     candidates = line(rank, field, cut=cut)
-    return only(rank, candidates.at[_scan(candidates, field, caps, floors)[0]])
+    return only(rank, candidates.at, _scan(candidates, field, caps, floors)[0])
 
 
-def _scan(candidates: Line, field: Field, caps: Sequence[Quota], floors: Sequence[Quota]) -> tuple[Tensor, bool]:
-    """Who is taken, and whether every floor is surely met (one group, and full)."""
+def _scan(
+    candidates: Line, field: Field, caps: Sequence[Quota], floors: Sequence[Quota], *, watch: bool = False
+) -> tuple[Tensor, bool]:
+    """Who is taken; and to who watches, and waits, whether every floor is surely met (one group, and full)."""
     taken = torch.zeros_like(candidates.at, dtype=torch.bool)
     cap_groups = [(one.limit, *_numbers(one, candidates, field)) for one in caps]
-    everything = torch.ones_like(taken)
     met = True
     for floor in floors:
         group, member = _numbers(floor, candidates, field)
         missing = floor.limit - count_in(group, taken & member)
         taken = taken | _take(candidates, taken, cap_groups, (group, member, missing), field)
+        if not watch:
+            continue
         one_group = int(floor.group.max()) <= 0
         held = torch.bincount(candidates.request[taken & member], minlength=len(field.widths))
         met = met and one_group and int(held.min()) >= floor.limit
     free = torch.full_like(candidates.at, torch.iinfo(torch.int64).max)
-    taken = taken | _take(candidates, taken, cap_groups, (candidates.request, everything, free), field)
+    taken = taken | _take(candidates, taken, cap_groups, (candidates.request, candidates.alive, free), field)
     return taken, met
 
 
 def _numbers(one: Quota, candidates: Line, field: Field) -> tuple[Tensor, Tensor]:
     """Group numbers that no two requests share, and who is in a group."""
     group = one.group.expand(field.code.shape).reshape(-1)[candidates.at]
-    return group * len(field.widths) + candidates.request, group >= 0
+    return group * len(field.widths) + candidates.request, (group >= 0) & candidates.alive
 
 
 def _take(
@@ -221,16 +233,18 @@ def explore(rank: Tensor, field: Field, noise: Tensor, share: float) -> tuple[Te
 
     noise [n, F] float32 standard Gumbel
     """
-    spare = torch.tensor([int(share * width) for width in field.widths], dtype=torch.int64, device=rank.device)
+    spare = upload_ints([int(share * width) for width in field.widths], torch.int64, rank.device)
     by_rank = line(rank, field, cut=True)
-    firm = place_in(by_rank.request, torch.ones_like(by_rank.at, dtype=torch.bool)) < (field.k - spare)[by_rank.request]
-    chosen = by_rank.at[firm]
-    rest = rank.reshape(-1).index_fill(0, chosen, -INF).view(rank.shape)
+    firm = by_rank.alive & (place_in(by_rank.request, by_rank.alive) < (field.k - spare)[by_rank.request])
+    out, rest = only(rank, by_rank.at, firm), rank.reshape(-1).clone()
+    rest[by_rank.at] = torch.where(firm, -INF, rest[by_rank.at])
+    rest = rest.view(rank.shape)
     drawn = line(torch.where(rest > -INF, torch.add(rest, noise), -INF), field, cut=True)
-    lucky = place_in(drawn.request, torch.ones_like(drawn.at, dtype=torch.bool)) < spare[drawn.request]
+    lucky = drawn.alive & (place_in(drawn.request, drawn.alive) < spare[drawn.request])
+    out.view(-1)[drawn.at] = torch.where(lucky, rank.reshape(-1)[drawn.at], out.view(-1)[drawn.at])
     explored = torch.zeros(rank.numel(), dtype=torch.bool, device=rank.device)
-    explored[drawn.at[lucky]] = True
-    return only(rank, torch.cat([chosen, drawn.at[lucky]])), explored.view(rank.shape)
+    explored[drawn.at] = lucky
+    return out, explored.view(rank.shape)
 
 
 def stochastic(score: Tensor, noise: Tensor, parent: Tensor) -> Tensor:
@@ -260,36 +274,35 @@ def diverse(rank: Tensor, field: Field, penalty: Tensor, groups: int, own: Tenso
     code = field.code.reshape(-1)[cut.at]
     value = rank.reshape(-1)[cut.at]
     cost = penalty.expand(len(rank), 1).reshape(-1)[cut.row]
-    everyone = torch.ones_like(cut.at, dtype=torch.bool)
     size = field.k.div(groups, rounding_mode="floor")
     if shared:
-        found = torch.bincount(cut.request, minlength=requests)
+        found = torch.zeros_like(field.k).scatter_add_(0, cut.request, cut.alive.to(torch.int64))
         size = torch.minimum(field.k, found).add(groups - 1).div(groups, rounding_mode="floor")
     used = torch.zeros(requests * field.size, dtype=torch.int64, device=rank.device)
     slot = cut.request * field.size + code
     out = torch.full((rank.numel(),), -INF, device=rank.device)
     group_of = torch.zeros(rank.numel(), device=rank.device)
     for group in range(groups):
-        member = everyone if own is None else own[cut.row] == group
+        member = cut.alive if own is None else cut.alive & (own[cut.row] == group)
         times = used[slot]
         if shared:
             member = member & (times == 0)
         penalised = torch.sub(value, torch.mul(cost, times.float()))
-        at, place = _best_of(penalised, member, cut, field, size)
-        used += torch.bincount(slot[at], minlength=len(used))
-        out[cut.at[at]] = -(group * size[cut.request[at]] + place).float()
-        group_of[cut.at[at]] = float(group)
+        place = _place_by(penalised, member, cut, field)
+        chosen = member & (place < size[cut.request])
+        used.scatter_add_(0, slot, chosen.to(torch.int64))
+        behind = -(group * size[cut.request] + place).float()
+        out[cut.at] = torch.where(chosen, behind, out[cut.at])
+        group_of[cut.at] = torch.where(chosen, float(group), group_of[cut.at])
     return out.view(rank.shape), group_of.view(rank.shape)
 
 
-def _best_of(value: Tensor, member: Tensor, cut: Line, field: Field, size: Tensor) -> tuple[Tensor, Tensor]:
-    """Places in the line of the best `size` members of each request by value, and their place among them."""
-    at = member.nonzero().squeeze(1)
-    tie = field.order[cut.row[at]] * field.size + field.code.reshape(-1)[cut.at[at]]
-    order = torch.argsort(tie)
-    order = order[torch.argsort(value[at[order]] + 0.0, descending=True, stable=True)]
-    order = order[torch.argsort(cut.request[at[order]], stable=True)]
-    at = at[order]
-    place = place_in(cut.request[at], torch.ones_like(at, dtype=torch.bool))
-    kept = place < size[cut.request[at]]
-    return at[kept], place[kept]
+def _place_by(value: Tensor, member: Tensor, cut: Line, field: Field) -> Tensor:
+    """[N] int64: the place of each member among those of its request by value, ties by T0."""
+    order = torch.argsort(field.order[cut.row] * field.size + field.code.reshape(-1)[cut.at])
+    worth = torch.where(member, value + 0.0, -INF)
+    order = order[torch.argsort(worth[order], descending=True, stable=True)]
+    order = order[torch.argsort(cut.request[order], stable=True)]
+    place = torch.empty_like(order)
+    place[order] = place_in(cut.request[order], torch.ones_like(member))
+    return place

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from app.policies import choose
 from tests.policies.batches import CATALOGUE, Case, case, expected, run_batch, with_groups, with_gumbels
 from tests.policies.contracts import contract, plan_of
 
@@ -91,12 +92,24 @@ def test_survivors_are_those_of_the_sequential_scan(name):
                 assert one.carry == other.carry
 
 
+@pytest.mark.parametrize("name", [name for name in PLANS if any(word in name for word in ("cap", "floor", "explore"))])
+def test_candidates_that_are_out_may_stay_in_the_line_as_they_do_on_a_gpu(name, monkeypatch):
+    monkeypatch.setattr(choose, "_waiting_is_free", lambda _: False)
+    rng = np.random.default_rng(len(name))
+    for trial in range(12):
+        given = cases(rng, name, 2 + trial % 2)
+        got, want = run_batch(PLANS[name], 2 + trial % 2, given), expected(PLANS[name], 2 + trial % 2, given)
+        assert [one.survivors for one in got] == [one.survivors for one in want], (name, trial)
+
+
 DIVERSE = policy("select: diverse(groups=2, penalty=param.d)")
 STOCHASTIC = policy("select: stochastic()", normalize="valid")
 
 
+@pytest.mark.parametrize("free", [True, False])
 @pytest.mark.parametrize("t", [1, 2, 3])
-def test_diverse_groups_are_those_of_the_sequential_scan(t):
+def test_diverse_groups_are_those_of_the_sequential_scan(t, free, monkeypatch):
+    monkeypatch.setattr(choose, "_waiting_is_free", lambda _: free)
     rng = np.random.default_rng(t)
     for _ in range(TRIALS):
         c = int(rng.integers(2, 8))
