@@ -23,6 +23,7 @@ request without anybody's fault (underfilled, no candidates) is a value of the a
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
@@ -138,6 +139,20 @@ class Rejected(WidebeamError):
 
     def __str__(self) -> str:
         return f"{self.location}: {self.message}" if self.location else self.message
+
+
+DISK: Final = frozenset(
+    getattr(errno, name)
+    for name in ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "ENOSPC", "EDQUOT", "ETIMEDOUT", "EAGAIN", "EREMOTEIO")
+    if hasattr(errno, name)
+)
+"""What an operating system says where nothing is wrong with a file: it may be there the next time."""
+
+
+def unreadable(error: OSError, code: str, location: str | None) -> Rejected:
+    """A file that cannot be read: "disk_error" where that says nothing about the file, else `code`."""
+    code = "disk_error" if error.errno in DISK else code
+    return Rejected(code, f"cannot be read: {error.strerror or error}", location=location)
 
 
 class PolicyRejected(Rejected):

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from app.errors import Rejected
+from app.errors import Rejected, unreadable
 
 MAX_HEADER: Final = 4 << 20
 """Bytes: some 40,000 tensors. The format's own library takes 100 MB, but whoever parses holds the interpreter, seconds
@@ -77,7 +77,7 @@ class Reader:
         try:
             self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise _unreadable(error, file.name) from error
+            raise unreadable(error, "unreadable", file.name) from error
         try:
             self.entries = self._header()
         except BaseException:
@@ -104,7 +104,7 @@ class Reader:
             try:
                 found = self._fill(piece.data)
             except OSError as error:
-                raise _unreadable(error, entry.location) from error
+                raise unreadable(error, "unreadable", entry.location) from error
             if found != len(piece):
                 message = f"{entry.size} bytes expected, {first * width + found} found"
                 raise Rejected("truncated", message, location=entry.location)
@@ -140,7 +140,7 @@ class Reader:
             text = memoryview(bytearray(length))
             header = json.loads(bytes(text[: self._fill(text)]).decode("utf-8"), object_pairs_hook=_unique)
         except OSError as error:
-            raise _unreadable(error, file.name) from error
+            raise unreadable(error, "unreadable", file.name) from error
         except (ValueError, RecursionError) as error:
             raise _bad(file, f"the header is no JSON object ({error})") from error
         if not isinstance(header, dict):
@@ -150,10 +150,6 @@ class Reader:
         entries.sort(key=lambda entry: (entry.offset, entry.size))
         _check_places(file, entries, 8 + length, total)
         return {entry.name: entry for entry in entries}
-
-
-def _unreadable(error: OSError, location: str) -> Rejected:
-    return Rejected("unreadable", f"cannot be read: {error.strerror}", location=location)
 
 
 def _bad(file: Path, message: str, *, code: str = "bad_safetensors") -> Rejected:

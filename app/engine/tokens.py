@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from app.config import SidConfig
-from app.errors import Rejected
+from app.errors import Rejected, unreadable
 
 Ids = npt.NDArray[np.int64]
 
@@ -149,7 +149,7 @@ def read_json(file: Path) -> object:
     try:
         value: object = json.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise Rejected("unreadable", f"cannot be read: {error.strerror}", location=file.name) from error
+        raise unreadable(error, "unreadable", file.name) from error
     except (ValueError, RecursionError) as error:
         raise Rejected("bad_json", f"is no JSON ({error})", location=file.name) from error
     return value

@@ -25,7 +25,7 @@ from app.engine.placing import Target, clear, place
 from app.engine.safetensors import DTYPES, Entry, Reader, read_header
 from app.engine.slots import Layout, Slot, Slots
 from app.engine.tokens import read_json
-from app.errors import Fault, Rejected
+from app.errors import Fault, Rejected, unreadable
 from app.ops.fp8 import FP8, unfit
 
 INDEX = "model.safetensors.index.json"
@@ -97,7 +97,7 @@ def read_entries(directory: Path) -> dict[str, Entry]:
     try:
         files = sorted(directory.glob("*.safetensors"))
     except OSError as error:
-        raise Rejected("unreadable", f"cannot be read: {error.strerror}", location=directory.name) from error
+        raise unreadable(error, "unreadable", directory.name) from error
     if not files:
         message = "holds no *.safetensors file (pickled weights are never read)"
         raise Rejected("no_weights", message, location=directory.name)

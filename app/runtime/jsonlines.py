@@ -12,8 +12,9 @@ import queue
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import msgspec
 
@@ -36,41 +37,46 @@ class Rotated:
 
     def __init__(self, directory: Path, *, max_bytes: int = MAX_BYTES, max_total: int = MAX_TOTAL) -> None:
         self.directory, self._max, self._max_total = directory, max_bytes, max_total
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._size = 0
 
     def write(self, line: bytes) -> None:
-        """Append a line. Raises OSError; the next call starts afresh."""
+        """Append a line, whole or not at all. Raises OSError; the next call starts afresh."""
         if self._file is not None and self._size + len(line) > self._max:
             self.close()
         if self._file is None:
             self._file, self._size = self._open(), 0
-        self._file.write(line)
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(self._size)
+            raise
         self._size += len(line)
 
-    def flush(self) -> None:
-        """Hand everything to the operating system. Raises OSError."""
-        if self._file is not None:
-            self._file.flush()
-
     def close(self) -> None:
-        """Close; what cannot be flushed any more is lost."""
+        """Close; a file without a line goes."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
+            if self._size == 0:
+                Path(str(self._file.name)).unlink(missing_ok=True)
             self._file = None
 
-    def _open(self) -> BinaryIO:
+    def _open(self) -> FileIO:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._make_room()
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-        return (self.directory / f"{stamp}-{os.getpid()}.jsonl").open("ab")
+        return FileIO(self.directory / f"{stamp}-{os.getpid()}.jsonl", "ab")
 
     def _make_room(self) -> None:
-        files = sorted(self.directory.glob("*.jsonl"))
-        sizes = [file.stat().st_size for file in files]
-        left = sum(sizes) + self._max
-        for file, size in zip(files, sizes, strict=True):
+        sizes: dict[Path, int] = {}
+        for file in sorted(self.directory.glob("*.jsonl")):
+            with contextlib.suppress(FileNotFoundError):  # another server on this root makes room, too
+                sizes[file] = file.stat().st_size
+        left = sum(sizes.values()) + self._max
+        for file, size in sizes.items():
             if left <= self._max_total:
                 return
             file.unlink(missing_ok=True)
@@ -111,7 +117,7 @@ class Writer:
 
     def _run(self) -> None:
         while True:
-            one = self._next()
+            one = self._queue.get()
             if one is None:
                 break
             kind, file, make = one
@@ -119,16 +125,6 @@ class Writer:
             self._guarded(kind, file, make)
         for file in self._files:
             file.close()
-
-    def _next(self) -> tuple[str, Rotated, Make] | None:
-        """The next line; while there is none, what was written is flushed."""
-        try:
-            return self._queue.get_nowait()
-        except queue.Empty:
-            for file in self._files:
-                with contextlib.suppress(OSError):
-                    file.flush()
-            return self._queue.get()
 
     def _guarded(self, kind: str, file: Rotated, make: Make) -> None:
         try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from app.config import Deployment
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, Rejected
 from app.policies.builtin import BUILT_IN
 from app.policies.operators import Operators
 from app.runtime import state_dir
@@ -31,6 +31,7 @@ from app.runtime.retries import Retries, passing
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
 from app.runtime.stage import HEAVY
+from app.runtime.status import Reason
 from app.runtime.survey import survey
 from app.runtime.takedown_updates import TakedownUpdates
 from app.runtime.watch import Watch, scan
@@ -60,6 +61,7 @@ class Live:
         if not (root / CONTRACTS).is_symlink():  # what lies elsewhere is somebody else's
             state_dir.clean(root / CONTRACTS)
         self._root, self._state, self._runtime, self._log = root, state, runtime, log
+        self._contracts = contracts
         composing, ledger = asyncio.Lock(), Ledger(log, metrics)
         self._ledger = ledger
         self._watch = Watch(root, FOLDERS, log, events=deployment.server.watch == "events")
@@ -258,5 +260,12 @@ class Live:
             "desired": self._artifacts.desired(),
             "deployment": self._artifacts.overlay(),
             "killed": self._kill.document(),
+            "unsaved": [Reason(one.code, one.message, one.location).document() for one in self._unsaved()],
             "watch": self._watch.status(),
         }
+
+    def _unsaved(self) -> Iterator[Rejected]:
+        """What of the server's own is not on the disk, and will be when there is room."""
+        yield from self._contracts.unkept
+        if self._policies.unsaved is not None:
+            yield self._policies.unsaved

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any, BinaryIO, Final, Protocol, cast
 
 import msgspec
@@ -31,8 +34,41 @@ class Log(Protocol):
         """Log a failure; `exc_info=error` adds its traceback."""
 
 
+class Lines:
+    """A stream of lines that may lose some and never fails: on a full disk, or with nobody at the other end of a pipe,
+    a server goes on. What was lost is counted, and said on a line of its own as soon as there is room."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._owner = stream  # it would close its raw one when it dies
+        self._stream: BinaryIO = getattr(stream, "raw", stream)  # no buffer: it would keep half of a line
+        self._lost = 0
+
+    def write(self, line: bytes) -> None:
+        """Write a line, or lose it."""
+        if self._lost:  # in front of it the end of what may be half a line
+            facts = {"at": _now(), "level": "warning", "event": "log_lines_lost", "lines": self._lost}
+            line = b"\n" + msgspec.json.encode(facts) + b"\n" + line
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[self._stream.write(left) or self._full() :]
+        except OSError:
+            self._lost += 1
+        else:
+            self._lost = 0
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+        with suppress(OSError):
+            self._stream.flush()
+
+    @staticmethod
+    def _full() -> int:
+        raise BlockingIOError(errno.EAGAIN, "a pipe that nobody reads is full")
+
+
 def make_log(stream: BinaryIO, level: str = "info") -> Log:
-    """A logger that writes JSON lines to `stream` (flushed after each). level: debug | info | warning | error."""
+    """A logger that writes JSON lines to `stream`, each at once; see `Lines`. level: debug | info | warning | error."""
     encoder = msgspec.json.Encoder(enc_hook=repr)
 
     def serialize(event: EventDict, **_: Any) -> bytes:
@@ -48,13 +84,17 @@ def make_log(stream: BinaryIO, level: str = "info") -> Log:
     return cast(
         Log,
         structlog.wrap_logger(
-            structlog.BytesLogger(stream),
+            structlog.BytesLogger(cast(BinaryIO, Lines(stream))),
             processors=processors,
             wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
             context_class=dict,
             cache_logger_on_first_use=True,
         ),
     )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def _event_first(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

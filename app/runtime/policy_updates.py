@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from app.errors import NotReady
+from app.errors import NotReady, Rejected
 from app.policies import load
 from app.policies.builtin import BUILT_IN
 from app.policies.cache import Cache
@@ -31,6 +31,7 @@ from app.runtime.snapshot import Snapshot
 from app.runtime.watch import Listing, scan, settled
 
 SHOWN: Final = "policies"
+PLACE: Final = f"state/{state_dir.LAST_GOOD}"
 QUIET_S: Final = 0.05
 PERIOD_S: Final = 2.0
 
@@ -41,6 +42,7 @@ class PolicyUpdates:
     composing  held by whoever makes the next snapshot out of the active one
     operators  those that policies may use
     strict     what the folder holds goes live as a whole or not at all
+    unsaved    why the last good policies are not on the disk, where they are not: it is tried again
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class PolicyUpdates:
         self._strict = strict
         state_dir.clean(state)
         self._saved: Mapping[str, Kept] = state_dir.load_last_good(state)
+        self.unsaved: Rejected | None = None
         self.in_force: InForce | None = None
 
     def close(self) -> None:
@@ -93,6 +96,8 @@ class PolicyUpdates:
         state = self.in_force
         if state is not None and listing == state.listing and not state.pending:
             self._show(state)
+            if self.unsaved is not None and not self._savings:
+                self._begin_saving(state)
             return True
         return await self.reload(listing)
 
@@ -193,6 +198,9 @@ class PolicyUpdates:
         if before is None or before.generation != state.generation:
             ids = {plan.policy: plan.policy_id for plan in state.policies.plans()}
             self._log.info("policies_live", generation=state.generation, default=state.policies.default, policies=ids)
+        self._begin_saving(state)
+
+    def _begin_saving(self, state: InForce) -> None:
         saving = asyncio.ensure_future(self._background.run(partial(self._save, state)))
         self._savings.add(saving)
         saving.add_done_callback(self._savings.discard)
@@ -204,7 +212,14 @@ class PolicyUpdates:
             self._saved = state.kept
             state_dir.save_policies(self._state_dir, state.texts())
         except OSError as error:
-            self._log.warning("last_good_not_saved", reason=error.strerror)
+            problem = Rejected("last_good_not_saved", f"cannot be written: {error.strerror}", location=PLACE)
+            if self.unsaved is None:
+                self._log.error("last_good_not_saved", code=problem.code, message=problem.message, location=PLACE)
+            self.unsaved = problem
+        else:
+            if self.unsaved is not None:
+                self._log.info("last_good_saved", location=PLACE)
+            self.unsaved = None
 
     def _show(self, state: InForce) -> None:
         now = self._clock()

@@ -19,14 +19,16 @@ from app.engine.slots import Slots
 from app.engine.tokens import read_json
 from app.engine.weights import load as load_weights
 from app.engine.weights import read_entries, resolve_precision
-from app.errors import Rejected
+from app.errors import Rejected, unreadable
 from app.runtime.contracts import Contracts
 from app.runtime.memory import EXHAUSTED, check_fits, check_vocab_fits
 from app.vocab import artifact
 from app.vocab.manifest import verify
 from app.vocab.vocab import Vocab
 
-NOT_OF_BYTES: Final = frozenset({"bad_family", "export_failed", "no_memory", "no_slot", "unsupported_precision"})
+NOT_OF_BYTES: Final = frozenset({
+    "bad_family", "disk_error", "export_failed", "no_memory", "no_slot", "unsupported_precision"
+})  # fmt: skip
 """Refusals that say nothing about a version's content."""
 
 
@@ -102,8 +104,10 @@ def _nothing_unexpected() -> Iterator[None]:
     pass."""
     try:
         yield
-    except (Rejected, OSError):
+    except Rejected:
         raise
+    except OSError as error:
+        raise unreadable(error, "unreadable", Path(str(error.filename)).name if error.filename else None) from None
     except EXHAUSTED as error:
         raise Rejected("no_memory", f"there was none left while it was read: {error}") from None
     except Exception as error:

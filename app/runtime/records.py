@@ -16,6 +16,7 @@ import numpy as np
 
 from app.core import Embeddings, HistoryIds, Outcome, Request, TokenIds
 from app.policies.assign import u64
+from app.runtime import state_dir
 from app.runtime.logs import Log
 
 SALT_FILE = "unit_salt"
@@ -85,11 +86,7 @@ def _own_key(state: Path, log: Log) -> bytes:
     file = state / SALT_FILE
     try:
         if not file.exists():
-            state.mkdir(parents=True, exist_ok=True)
-            fresh = file.with_name(f"{SALT_FILE}.{secrets.token_hex(4)}")
-            fresh.touch(mode=0o600)
-            fresh.write_text(secrets.token_hex(32), "ascii")
-            fresh.rename(file)
+            state_dir.create(file, secrets.token_hex(32).encode())
         key = file.read_bytes().strip()
     except OSError as error:
         log.warning("unit_salt_unusable", file=str(file), message=error.strerror, effect="this process uses its own")

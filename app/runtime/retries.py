@@ -7,8 +7,9 @@ from typing import Final
 
 from app.runtime.status import ArtifactStatus, Reason
 
-PASSING: Final = frozenset({"contract_not_stored", "export_failed", "no_memory"})
-"""Refusals that say nothing about what was refused: there was no memory, no room on the disk, no process to be had."""
+PASSING: Final = frozenset({"contract_not_stored", "disk_error", "export_failed", "no_memory"})
+"""Refusals that say nothing about what was refused: there was no memory, no room on a disk or a disk that did not
+answer, no process to be had."""
 FIRST_S: Final = 5.0
 LONGEST_S: Final = 300.0
 

@@ -42,6 +42,32 @@ def write(path: Path, data: bytes) -> None:
         raise
 
 
+def create(path: Path, data: bytes) -> None:
+    """Make a file that is not there yet, whole; where another process was faster, its file stays. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stream, name = _temporary(path.parent)
+    try:
+        with stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+            _name_once(name, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name)  # noqa: PTH108
+
+
+def _name_once(name: str, path: Path) -> None:
+    """Give a file its name where nobody has it. Without hard links (some network disks) two may both think so."""
+    try:
+        os.link(name, path)
+    except FileExistsError:
+        return
+    except OSError:
+        if not path.exists():
+            os.replace(name, path)  # noqa: PTH105
+
+
 def _temporary(folder: Path) -> tuple[BinaryIO, str]:
     """A locked file in a folder, and its name."""
     while True:
@@ -103,8 +129,12 @@ def save_policies(state: Path, live: Mapping[str, Kept]) -> None:
         path = folder / f"{policy_id}.json"
         if not path.is_file():
             write(path, encode(one))
-    others = [path for path in folder.glob("*.json") if path.stem not in live]
-    for path in sorted(others, key=lambda one: one.stat().st_mtime, reverse=True)[MAX_POLICIES:]:
+    others: dict[Path, float] = {}
+    for path in folder.glob("*.json"):
+        if path.stem not in live:
+            with suppress(FileNotFoundError):  # another server on this root does the same
+                others[path] = path.stat().st_mtime
+    for path in sorted(others, key=lambda one: others[one], reverse=True)[MAX_POLICIES:]:
         path.unlink(missing_ok=True)
 
 

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from app.config import read_small
 from app.errors import Rejected
 from app.runtime.desired import Ask, asked, places
+from app.runtime.retries import PASSING
 from app.vocab.manifest import FILE, Found, Kind, Manifest, read_manifest, versions
 
 DEPLOYMENT: Final = "deployment.toml"
@@ -82,7 +83,7 @@ def read_overlay(root: Path) -> bytes | None:
 def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate]) -> Candidate:
     fingerprint = _fingerprint(found.directory)
     known = earlier.get(found.directory)
-    if known is not None and known.fingerprint == fingerprint:
+    if known is not None and known.fingerprint == fingerprint and not _may_pass(known.problem):
         return known
     if not found.complete:
         return Candidate(found, fingerprint, None, None)
@@ -91,6 +92,10 @@ def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate]) -> Candid
     except Rejected as error:
         removed = not (found.directory / FILE).is_file()  # meanwhile: nothing is wrong with it
         return Candidate(found, fingerprint, None, None if removed else error)
+
+
+def _may_pass(problem: Rejected | None) -> bool:
+    return problem is not None and problem.code in PASSING
 
 
 def _fingerprint(directory: Path) -> str:

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from app.errors import Rejected
+from app.errors import Rejected, unreadable
 
 FILE = "MANIFEST.json"
 KINDS = ("weights", "vocab", "takedowns")
@@ -221,7 +221,9 @@ def _regular(directory: Path, name: str, missing: str = "file_missing") -> os.st
         status = path.stat()
     except FileNotFoundError as error:
         raise Rejected(missing, "there is no such file", location=name) from error
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
+        raise unreadable(error, "file_unreadable", name) from error
+    except RuntimeError as error:
         raise Rejected("file_unreadable", f"cannot be read: {error}", location=name) from error
     if not inside:
         raise Rejected("path_escape", "is a link out of the version's directory", location=name)
@@ -237,11 +239,11 @@ def _opened(directory: Path, name: str) -> Iterator[int]:
     try:
         descriptor = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise Rejected("file_unreadable", f"cannot be read: {error.strerror}", location=name) from error
+        raise unreadable(error, "file_unreadable", name) from error
     try:
         yield descriptor
     except OSError as error:
-        raise Rejected("file_unreadable", f"cannot be read: {error.strerror}", location=name) from error
+        raise unreadable(error, "file_unreadable", name) from error
     finally:
         os.close(descriptor)
 

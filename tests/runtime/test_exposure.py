@@ -34,6 +34,7 @@ from app.runtime.metrics import Metrics
 from app.runtime.recorder import Files
 from app.runtime.runtime import Runtime
 from tests import support
+from tests.runtime.test_trouble import fill, small_disk
 
 SIZES = (4, 5, 6)
 LIMITS = support.deployment_of(SIZES)
@@ -359,6 +360,45 @@ def test_a_process_never_writes_into_the_lines_of_another(tmp_path):
     found = [{*path.read_text().split()} for path in sorted(tmp_path.iterdir())]
     assert found[0] == {'{"half'}
     assert {frozenset(one) for one in found[1:]} == {frozenset("1"), frozenset("2")}
+
+
+def test_a_full_disk_leaves_no_half_line_and_no_empty_file(tmp_path):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        file = Rotated(disk / "requests")
+        file.write(b"1" * 99 + b"\n")
+        ballast = fill(disk)
+        for _ in range(100):
+            with pytest.raises(OSError, match="No space"):
+                for _ in range(100):  # what is left of a page that is the file's already
+                    file.write(b"2" * 99 + b"\n")
+            file.close()
+        paths = list((disk / "requests").iterdir())
+        assert len(paths) == 1
+        assert {len(line) for path in paths for line in path.read_bytes().splitlines(keepends=True)} == {100}
+        ballast.unlink()
+        file.write(b"3" * 99 + b"\n")
+        file.close()
+        assert sorted((disk / "requests").iterdir())[-1].read_bytes() == b"3" * 99 + b"\n"
+
+
+def test_servers_that_make_room_in_one_directory_do_not_disturb_each_other(tmp_path):
+    broken = []
+
+    def write(number):
+        file = Rotated(tmp_path, max_bytes=20, max_total=80)
+        try:
+            for _ in range(300):
+                file.write(b"%08d\n" % number)
+        except OSError as error:
+            broken.append(error)
+        file.close()
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert broken == []
 
 
 # ---- counts --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
+import errno
 import io
 import json
 import logging
+import os
 
 import pytest
 
@@ -52,3 +54,49 @@ def test_records_of_other_libraries_become_lines():
     assert (warning["level"], warning["logger"], warning["message"]) == ("warning", "some.library", "odd thing")
     assert error["level"] == "error"
     assert "KeyError" in error["exception"]
+
+
+class Disk(io.RawIOBase):
+    """A disk with room for `left` bytes, written to without a buffer."""
+
+    def __init__(self, left):
+        self.left, self.data = left, b""
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if not self.left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = bytes(data[: self.left])
+        self.left, self.data = self.left - len(taken), self.data + taken
+        return len(taken)
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_full_disk_loses_lines_and_nothing_else_and_says_how_many(buffered):
+    disk = Disk(250)
+    log = make_log(io.BufferedWriter(disk, 8192) if buffered else disk)
+    for number in range(20):
+        log.info("event", number=number)
+    disk.left = 1 << 20
+    log.info("event", number=20)
+    log.info("event", number=21)
+    whole = []
+    for line in disk.data.splitlines():
+        try:
+            whole.append(json.loads(line))
+        except ValueError:
+            whole.append("half a line")
+    before = whole.index("half a line")
+    assert [one["number"] for one in whole[:before]] == list(range(before))
+    told, *after = whole[before + 1 :]
+    assert (told["level"], told["event"], told["lines"]) == ("warning", "log_lines_lost", 20 - before)
+    assert [one["number"] for one in after] == [20, 21]
+
+
+def test_a_pipe_that_nobody_reads_any_more_ends_no_writer():
+    source, sink = os.pipe()
+    os.close(source)
+    with os.fdopen(sink, "wb", buffering=0) as stream:
+        make_log(stream).info("event")

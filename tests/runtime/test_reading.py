@@ -14,6 +14,7 @@ from app.engine.slots import Slots
 from app.errors import Rejected
 from app.runtime.contracts import Contracts
 from app.runtime.reading import read_vocab, read_weights
+from app.runtime.retries import PASSING
 from app.vocab.manifest import read_manifest
 from tests import support
 
@@ -26,7 +27,7 @@ def flip(file, place):
     file.write_bytes(data)
 
 
-def test_what_nobody_expected_of_a_version_is_a_refusal_and_what_the_machine_lacks_is_none(tmp_path, monkeypatch):
+def test_what_nobody_expected_of_a_version_is_a_refusal_and_what_the_machine_lacks_is_called_so(tmp_path, monkeypatch):
     root = support.write_root(tmp_path / "root")
     deployment, contracts, slots = read_deployment(root), Contracts(root), Slots(most=1)
 
@@ -44,10 +45,11 @@ def test_what_nobody_expected_of_a_version_is_a_refusal_and_what_the_machine_lac
         assert str(error) in caught.value.message
         assert "(test_reading.py, line " in caught.value.message
         assert slots.lent == 0
-    for error in (OSError(24, "Too many open files"), MemoryError()):
+    for error, code in ((OSError(24, "Too many open files"), "disk_error"), (MemoryError(), "no_memory")):
         raising(error)
-        with pytest.raises(type(error)):
+        with pytest.raises(Rejected) as caught:
             read_weights(root / "weights" / "v1", deployment, CPU, contracts, slots)
+        assert (caught.value.code, caught.value.code in PASSING) == (code, True)
 
 
 def test_bytes_that_are_not_the_manifests_are_refused_as_such_whatever_they_say(tmp_path):

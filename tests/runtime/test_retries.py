@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from datetime import datetime
 from itertools import pairwise
+from pathlib import Path
+
+import pytest
 
 from app.errors import Rejected
 from app.runtime import artifact_updates, contracts, live, memory, preparing, retries
@@ -173,3 +178,48 @@ async def test_memory_that_runs_out_in_the_middle_of_anything_is_said_and_tried_
             assert state_of(status, "vocab", "v2")["reason"]["code"] == "no_memory"
             broken[0] = False
             await server.settles(serving("v2", "v2"))
+
+
+@pytest.mark.parametrize("call", ["readv", "read"])  # content; manifests, and what is hashed beside it
+async def test_a_disk_that_does_not_answer_for_a_while_costs_a_version_time_and_nothing_else(
+    tmp_path, monkeypatch, call
+):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        short_of_memory(monkeypatch)[0][0] = PLENTY
+        real = getattr(os, call)
+
+        def broken(descriptor, *rest):
+            if "/root/" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+                raise OSError(errno.EIO, "Input/output error")
+            return real(descriptor, *rest)
+
+        for kind, publish in (
+            ("weights", lambda: weights(root, "v2", 1)),
+            ("vocab", lambda: support.write_vocab(root, (4, 5, 6), items("b"), "v2")),
+        ):
+            with monkeypatch.context() as patch:
+                publish()
+                patch.setattr(os, call, broken)
+                (root / kind / "v2" / "MANIFEST.json").touch()  # it may have been read already
+                status = await server.settles(
+                    lambda status, k=kind: state_of(status, k, "v2").get("reason", {}).get("code") == "disk_error"
+                )
+                place = state_of(status, kind, "v2")["reason"]["location"]
+                assert (place.startswith(f"{kind}/v2/"), status["active"][kind]["version"]) == (True, "v1")
+            await server.settles(serving("v2", "v2" if kind == "vocab" else "v1"))
+
+
+async def test_a_start_on_a_disk_that_does_not_answer_becomes_ready_when_it_does(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    short_of_memory(monkeypatch)[0][0] = PLENTY
+
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readv", broken)
+        async with live_server(root, ready=False) as server:
+            await server.settles(lambda status: any(one.startswith("disk_error") for one in status["reasons"]))
+            patch.undo()
+            await server.ready()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
+
+import pytest
 
 from app.runtime import state_dir
 
@@ -69,3 +72,28 @@ def test_writers_and_cleaners_of_several_processes_do_not_disturb_each_other(tmp
             cleaner.join()
         assert other.wait() == 0
     assert names(tmp_path) == ["pin.json"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_many_who_make_a_file_that_is_not_there_one_does(tmp_path, monkeypatch, links):
+    if not links:
+
+        def refuse(*_):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refuse)
+    file, found = tmp_path / "state" / "unit_salt", []
+
+    def make(number):
+        state_dir.create(file, b"%d" % number * 64)
+        found.append(file.read_bytes())
+
+    threads = [threading.Thread(target=make, args=(number,)) for number in range(8 if links else 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {file.read_bytes()}
+    state_dir.create(file, b"late")
+    assert found[0] == file.read_bytes() != b"late"
+    assert names(tmp_path / "state") == ["unit_salt"]
