@@ -8,8 +8,12 @@ and 1.5.
 
     whole    log-sum-exp, mask, score, exact top-K in T0 order, ancestry of the survivors
     bare     the same without mask and ancestry
+    rank     as whole, by a rank that rewrites each candidate (class E), which the kernels compute:
+             where(logp > -9, score, 2 * score) - w * prob
+    program  the same in two passes: torch's operators one by one, as the policy's program, and top-K of their ranks
     ranks    top-K of given float32 ranks, by chunk maxima
     radix    the same by the radix pair
+    bitonic  the same by a bitonic top-K (bench/_bitonic.cu)
     topk     torch.topk of given 16-bit scores, flat over a request (order and ties unspecified)
     torch    torch.log_softmax, add, torch.topk
 """
@@ -18,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import product
@@ -29,20 +32,34 @@ import torch
 from torch import Tensor
 
 from app.ops.selection import geometry, launch, radix
+from bench import _bitonic
+from bench._graph_time import graph_time
 from bench._report import commit
 
 CODES = 8192
 BANDWIDTH = 4.3e12
 """Bytes a second that the floor is counted with: an H200's measured copy."""
+EXPRESSION = """\
+#define RANK_NORMED 1
+#define RANK_VALUES 1
+#define RANK_COLUMNS 0
+#define RANK_SCORE add(parent, logp)
+#define RANK sub((logp > -9.f ? score : mul(2.f, score)), mul(value(0), exp_of(logp)))
+"""
+"""As `app/policies/generate.py` writes it."""
+NAMES = ("whole", "bare", "rank", "program", "ranks", "radix", "bitonic", "topk", "torch")
+IN_FLOAT32 = frozenset({"ranks", "radix", "bitonic"})
 KINDS = {"std": (2.0, 1.0), "wide": (1.0, 1.5)}
 
 
 class Inputs(NamedTuple):
-    """One set: logits [R * W, C], parents, a mask with half of its bits set, order, room for norms, ancestry."""
+    """One set: logits [R * W, C], parents, a mask with half of its bits set, a parameter of each row, order, room for
+    norms, ancestry."""
 
     logits: Tensor
     parent: Tensor
     mask: Tensor
+    weight: Tensor
     order: Tensor
     norm: Tensor
     ancestry: Tensor
@@ -68,30 +85,11 @@ def make_inputs(shape: Shape, kind: str, dtype: torch.dtype, seed: int) -> Input
         logits,
         parent.sort(descending=True).values.flatten(),
         torch.randint(0, 256, (rows, CODES // 8), generator=generator, device="cuda", dtype=torch.uint8),
+        torch.rand(rows, 1, generator=generator, device="cuda"),
         torch.arange(shape.width, device="cuda").repeat(shape.requests),
         torch.empty(rows, device="cuda"),
         torch.randint(0, rows, (rows, 2), generator=generator, device="cuda", dtype=torch.int32),
     )
-
-
-def time_graph(calls: Sequence[Callable[[], object]]) -> float:
-    """Milliseconds of a call."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
-    times = []
-    for _ in range(13):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / len(calls))
-    del kept
-    return float(statistics.median(times[2:]))
 
 
 def ways(shape: Shape, *, early: bool) -> dict[str, Callable[[Inputs], object]]:
@@ -100,10 +98,11 @@ def ways(shape: Shape, *, early: bool) -> dict[str, Callable[[Inputs], object]]:
     of = geometry.requests(row_start, [shape.keep] * shape.requests, torch.device("cuda", 0))
     rows = shape.requests * shape.width
 
-    def select(x: Inputs, *, whole: bool) -> object:
+    def select(x: Inputs, *, whole: bool, ranked: bool = False) -> object:
         fit = launch.layout(CODES, x.logits.element_size(), of, x.logits.device)
         assert fit is not None
-        scores = launch.Scores(x.mask if whole else None, x.norm, x.parent, "step")
+        expression = launch.Ranked(EXPRESSION, x.weight) if ranked else None
+        scores = launch.Scores(x.mask if whole else None, x.norm, x.parent, "step", expression)
         slots = torch.empty(of.total, 3, dtype=torch.int32, device="cuda") if whole else None
         ancestry = x.ancestry if whole else None
         return launch.select(x.logits, scores, x.order, of, fit, ancestry=ancestry, ancestry_out=slots, early=early)
@@ -113,6 +112,18 @@ def ways(shape: Shape, *, early: bool) -> dict[str, Callable[[Inputs], object]]:
         assert fit is not None
         return launch.select(x.logits, launch.Scores(), x.order, of, fit, early=early)
 
+    def program(x: Inputs) -> object:
+        fit = launch.layout(CODES, 4, of, x.logits.device)
+        assert fit is not None
+        bits = x.mask[:, :, None] >> torch.arange(8, dtype=torch.uint8, device="cuda")
+        legal = (bits & 1).view(rows, CODES).bool()
+        logits = x.logits.float()
+        logp = logits - torch.logsumexp(logits, 1, keepdim=True)
+        score = x.parent[:, None] + logp
+        rank = torch.where(logp > -9, score, 2 * score) - x.weight * torch.exp(logp)
+        rank = torch.where(legal & (rank < torch.inf), rank, -torch.inf) + 0.0
+        return launch.select(rank, launch.Scores(), x.order, of, fit, early=early)
+
     def pipeline(x: Inputs) -> object:
         score = torch.log_softmax(x.logits, 1, dtype=torch.float32).add_(x.parent[:, None])
         return torch.topk(score.view(shape.requests, -1), shape.keep)
@@ -120,8 +131,11 @@ def ways(shape: Shape, *, early: bool) -> dict[str, Callable[[Inputs], object]]:
     return {
         "whole": lambda x: select(x, whole=True),
         "bare": lambda x: select(x, whole=False),
+        "rank": lambda x: select(x, whole=True, ranked=True),
+        "program": program,
         "ranks": ranks,
         "radix": lambda x: radix.select(x.logits, x.order, of),
+        "bitonic": lambda x: _bitonic.top(x.logits.view(shape.requests, -1), shape.keep),
         "topk": lambda x: torch.topk(x.logits.view(shape.requests, rows // shape.requests * CODES), shape.keep),
         "torch": pipeline,
     }
@@ -131,13 +145,13 @@ def measure(shape: Shape, kind: str, names: Sequence[str], *, early: bool) -> It
     """One line for each way."""
     every = ways(shape, early=early)
     for dtype in (torch.bfloat16, torch.float32):
-        mine = [name for name in names if (name in {"ranks", "radix"}) == (dtype == torch.float32)]
+        mine = [name for name in names if (name in IN_FLOAT32) == (dtype == torch.float32)]
         if not mine:
             continue
         size = shape.requests * shape.width * CODES * dtype.itemsize
         sets = [make_inputs(shape, kind, dtype, seed) for seed in range(max(2, min(8, int(3e8 // size))))]
         for name in mine:
-            ms = time_graph([lambda x=x, way=every[name]: way(x) for x in sets])  # type: ignore[misc]
+            ms = graph_time([lambda x=x, way=every[name]: way(x) for x in sets])  # type: ignore[misc]
             yield {
                 "R": shape.requests, "W": shape.width, "K": shape.keep, "scores": kind, "way": name,
                 "ms": round(ms, 4), "floor_ms": round(1e3 * size / BANDWIDTH, 4),
@@ -147,21 +161,20 @@ def measure(shape: Shape, kind: str, names: Sequence[str], *, early: bool) -> It
 def plan() -> Iterator[tuple[Shape, str, tuple[str, ...]]]:
     """Figure 19, then figure 8."""
     for width, requests in product((512, 1024), (4, 8, 16, 32)):
-        yield Shape(requests, width, width), "std", ("whole", "bare", "ranks", "radix", "topk", "torch")
-        yield Shape(requests, width, width), "wide", ("whole", "bare")
+        yield Shape(requests, width, width), "std", tuple(name for name in NAMES if name != "bitonic")
+        yield Shape(requests, width, width), "wide", ("whole", "bare", "rank")
     for keep in (16, 32, 64, 128, 256, 512, 1024):
-        yield Shape(16, 512, keep), "std", ("bare", "ranks", "radix", "topk")
+        yield Shape(16, 512, keep), "std", ("bare", "ranks", "radix", "bitonic", "topk")
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Markdown, a line a shape."""
-    names = ("whole", "bare", "ranks", "radix", "topk", "torch")
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:
         found.setdefault((line["R"], line["W"], line["K"], line["scores"]), {})[line["way"]] = line["ms"]
-    out = ["| R | W | K | scores | " + " | ".join(names) + " |", "|" + "---|" * (4 + len(names))]
+    out = ["| R | W | K | scores | " + " | ".join(NAMES) + " |", "|" + "---|" * (4 + len(NAMES))]
     for shape, ms in found.items():
-        out.append("| " + " | ".join(map(str, (*shape, *(ms.get(name, "") for name in names)))) + " |")
+        out.append("| " + " | ".join(map(str, (*shape, *(ms.get(name, "") for name in NAMES)))) + " |")
     return "\n".join(out)
 
 
@@ -180,7 +193,7 @@ def main() -> None:
         about = {
             "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
             "cupy": version("cupy-cuda13x"), "commit": args.commit or commit(), "codes": CODES,
-            "not run": "FlashInfer and a bitonic top-K: not installed where this was measured",
+            "not run": "FlashInfer: not installed where this was measured",
         }  # fmt: skip
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({**about, "times": lines}, indent=1) + "\n", "utf-8")

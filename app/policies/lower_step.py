@@ -94,7 +94,7 @@ def _generated(parts: Parts, logits: Expr, score: Expr, rank: Expr, scope: Scope
     if parts.select.name != "top":
         more.append(parts.select.name)
     if more:
-        return f"{' and '.join(more)} work on all ranks"
+        return f"{' and '.join(more)} {'work' if len(more) > 1 else 'works'} on all ranks"
     return generate(
         None if parts.logits is None else logits, score, None if parts.rank is None else rank, scope,
         normalized=parts.normalize != "none",

@@ -1,0 +1,102 @@
+"""The C of `app/policies/generate.py` computed with NumPy in float32: what a kernel should give."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+Values = npt.NDArray[np.generic]
+_TOKEN = re.compile(r"\s*(0x[0-9a-f]+|[0-9]+\.?[0-9]*f?|[A-Za-z_][A-Za-z_0-9]*|\|\||&&|[<>=!]=|[-<>!?:(),])")
+ONE = np.float32(1)
+
+
+def _divide(a: Values, b: Values) -> Values:
+    return np.where(b == 0, np.float32(np.nan), a / b)
+
+
+FUNCTIONS: Mapping[str, Callable[..., Values]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _divide, "minus": np.negative,
+    "lesser": np.minimum, "larger": np.maximum, "size_of": np.abs, "root": np.sqrt, "exp_of": np.exp, "power": np.power,
+    "log_of": lambda a: np.where(a > 0, np.log(a), np.float32(np.nan)), "sigmoid": lambda a: ONE / (ONE + np.exp(-a)),
+    "__int_as_float": lambda a: np.uint32(a).view(np.float32),
+}  # fmt: skip
+
+
+class _Reader:
+    """A recursive descent over one expression."""
+
+    def __init__(self, text: str, names: Mapping[str, Values], values: list[Values], columns: list[Values]) -> None:
+        self.tokens, self.at = _TOKEN.findall(text), 0
+        assert "".join(self.tokens) == re.sub(r"\s", "", text), text
+        self.names, self.values, self.columns = names, values, columns
+
+    def take(self, token: str) -> bool:
+        if self.at < len(self.tokens) and self.tokens[self.at] == token:
+            self.at += 1
+            return True
+        return False
+
+    def choice(self) -> Values:
+        condition = self.joined("||")
+        if not self.take("?"):
+            return condition
+        first = self.choice()
+        assert self.take(":")
+        return np.where(condition, first, self.choice())
+
+    def joined(self, op: str) -> Values:
+        below = (lambda: self.joined("&&")) if op == "||" else self.compared
+        out = below()
+        while self.take(op):
+            out = np.logical_or(out, below()) if op == "||" else np.logical_and(out, below())
+        return out
+
+    def compared(self) -> Values:
+        left = self.one()
+        operations = {"<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal, "==": np.equal,
+                      "!=": np.not_equal}  # fmt: skip
+        for op, operation in operations.items():
+            if self.take(op):
+                return operation(left, self.one())
+        return left
+
+    def one(self) -> Values:  # noqa: PLR0911  one case a form
+        if self.take("!"):
+            return np.logical_not(self.one())
+        if self.take("("):
+            out = self.choice()
+            assert self.take(")")
+            return out
+        token = self.tokens[self.at]
+        self.at += 1
+        if token in ("true", "false"):
+            return np.bool_(token == "true")
+        if token[0].isdigit():
+            return np.uint32(int(token, 16)) if token[:2] == "0x" else np.float32(token.rstrip("f"))
+        if token not in FUNCTIONS and token not in ("value", "column"):
+            return self.names[token]
+        assert self.take("(")
+        given = [self.choice()]
+        while self.take(","):
+            given.append(self.choice())
+        assert self.take(")")
+        if token == "value":
+            return self.values[int(given[0])]
+        return self.columns[int(given[0])] if token == "column" else FUNCTIONS[token](*given)
+
+
+def compute(text: str, names: Mapping[str, Values], values: list[Values], columns: list[Values]) -> Values:
+    """An expression over named arrays, the table's columns [n, 1] and the candidates' [n, F]."""
+    reader = _Reader(text, names, values, columns)
+    with np.errstate(all="ignore"):
+        out = reader.choice()
+    assert reader.at == len(reader.tokens), text
+    return out
+
+
+def definitions(text: str) -> dict[str, str]:
+    """What `#define` lines define."""
+    return dict(line.split(" ", 2)[1:] for line in text.splitlines() if line.startswith("#define"))
