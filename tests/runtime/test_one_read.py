@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from app.ops.selection import Chosen, sanitise, select_top
 from app.runtime import selection
 from tests import support
+from tests.policies.c_expressions import compute, definitions
 
 SIZES = (4, 5, 6)
 HEAD = "widebeam: 1\nwidths: [4, 9, 14]\nsteps:\n  all:\n"
@@ -25,6 +28,13 @@ OTHER = {
     "cut": "    keep:\n      - top_k(3)\n",
     "capped": "    quota:\n      - cap(parent, max=2)\n",
 }
+EXPRESSIONS = {
+    "temperature": OTHER["temperature"],
+    "weighted": "    normalize: full\n    score: parent + 0.7 * logp\n",
+    "unseen first": "    normalize: step\n    rank: score - where(seen, 5, 0)\n",
+    "likely": "    normalize: valid\n    mask: trie and not seen\n    rank: score + 3 * prob - width / 9\n",
+    "any code": "    normalize: none\n    mask: not seen\n    rank: where(logp > 0, score, 2 * score) - width\n",
+}
 HISTORIES = ((), ("i1",), ("i3", "i9", "i11"))
 
 
@@ -32,7 +42,7 @@ HISTORIES = ((), ("i1",), ("i3", "i9", "i11"))
 def world():
     deployment = support.deployment_of(SIZES)
     vocab = support.catalogue(support.random_sids(SIZES, 40), SIZES)
-    policies = {name.replace(" ", "_"): HEAD + text for name, text in (FOLLOW | OTHER).items()}
+    policies = {name.replace(" ", "_"): HEAD + text for name, text in (FOLLOW | OTHER | EXPRESSIONS).items()}
     engine = support.onerec_engine(SIZES, deployment.limits)
     return deployment, support.snapshot_of(engine, vocab, deployment, policies)
 
@@ -44,6 +54,54 @@ def jobs(world, names, histories=HISTORIES, exclude=("i4", "i5")):
         for name in names
         for history in histories
     ]
+
+
+def as_the_kernels(logits, parent, order, row_start, keep, *, normalize, ranked, mask=None, norm=None):
+    """`select_ranked` in NumPy, from the text that the kernels are compiled with."""
+    lines, (sane, _), size = definitions(ranked.definitions), sanitise(logits), logits.shape[1]
+    legal = np.ones(sane.shape, bool)
+    if mask is not None:
+        legal = np.unpackbits(mask.numpy(), axis=1, bitorder="little")[:, :size].astype(bool)
+    values, columns = (
+        [one[:, None] for one in ranked.values.numpy().T],
+        [one.numpy()[:, :size] for one in ranked.columns],
+    )
+    names = {"logit": sane.numpy(), "parent": parent.numpy()[:, None]}
+    logit = torch.from_numpy(compute(lines.get("RANK_LOGIT", "logit"), names, values, columns))
+    if normalize != "given":
+        over = torch.where(torch.from_numpy(legal), logit, -torch.inf) if normalize == "valid" else logit
+        norm = torch.logsumexp(over, 1)
+    assert int(lines["RANK_NORMED"]) == (normalize != "none")
+    names["logp"] = (logit - norm[:, None] if normalize != "none" else logit).numpy()
+    names["score"] = compute(lines["RANK_SCORE"], names, values, columns)
+    rank = compute(lines.get("RANK", "score"), names, values, columns)
+    good = legal & (parent > -torch.inf).numpy()[:, None] & np.isfinite(names["score"]) & np.isfinite(rank)
+    rank = torch.from_numpy(np.where(good, rank, -np.inf).astype(np.float32)) + 0.0
+    code = torch.arange(size).expand(rank.shape)
+    best = select_top(rank, code, order, size, row_start, keep)
+    at, column = best.parent.clamp(min=0), best.column.clamp(min=0)
+    score = torch.from_numpy(np.broadcast_to(names["score"], rank.shape).astype(np.float32))[at, column]
+    score = score.masked_fill(best.parent < 0, -torch.inf)
+    none = torch.zeros(len(logits), dtype=torch.int32)
+    slots = torch.empty(len(score), 0, dtype=torch.int32)
+    return Chosen(best.parent, best.column, best.order, score, best.n_valid, none, slots), none
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_a_plan_whose_expressions_the_kernels_compute_selects_the_same(world, name, monkeypatch):
+    ranked, called = support.run_batch(jobs(world, [name])), []
+
+    def counted(*given, **named):
+        called.append(named["normalize"])
+        return as_the_kernels(*given, **named)
+
+    monkeypatch.setattr(selection, "ranked_ready", lambda *_, **__: True)
+    monkeypatch.setattr(selection, "select_ranked", counted)
+    direct = support.run_batch(jobs(world, [name]))
+    assert len(called) == len(SIZES)
+    for one, other in zip(ranked, direct, strict=True):
+        assert one.items.tolist() == other.items.tolist()
+        np.testing.assert_allclose(one.scores, other.scores, atol=1e-5)
 
 
 def both(world, names, monkeypatch, histories=HISTORIES):
