@@ -1,8 +1,9 @@
 """The attention operators as the engine calls them: registered with `torch.library`, so that torch.export and
 torch.compile see one operator where a device has its own way to compute it.
 
-On a CPU, and for float32, it is the definition (`reference.py`). On an NVIDIA GPU in 16 bit, prefixes are `kernel.cu`;
-contexts and prompts are torch's flash attention over ragged sequences, which waits for nothing on the host.
+On a CPU, and for float32, it is the definition (`reference.py`). On an NVIDIA GPU in 16 bit, prefixes are `kernel.cu`,
+contexts `context.cu`; prompts, and contexts that it does not take, are torch's flash attention over ragged sequences.
+Nothing waits on the host.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from app.ops import cuda
+from app.ops.attention import context as fused
 from app.ops.attention import launch, reference
 from app.ops.library import register
 
@@ -187,6 +189,8 @@ def _context(
     scale: float,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    if bias is None and fused.unfit(q, k, v, scale) is None:
+        return fused.attend(q, k, v, length, row_start, widest=widest, scale=scale)
     requests, positions = k.shape[:2]
     if bias is None and _flash(q, v):
         start = torch.arange(0, (requests + 1) * positions, positions, dtype=torch.int32, device=q.device)
