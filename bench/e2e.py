@@ -61,8 +61,8 @@ LEAST = 12
 KINDS = {
     "copies": ("memcpy", "memset"),
     "attention": ("flash", "fmha", "slots_", "walk_", "compact_"),
-    "selection": ("scan", "tail", "search", "children", "child", "narrow", "collect", "mark"),
     "products": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),
+    "selection": ("scan", "tail", "search", "children", "child", "narrow", "collect", "mark"),
 }
 Row = dict[str, Any]
 

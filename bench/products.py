@@ -130,11 +130,9 @@ class Dense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [N, D] -> the same, in its memory."""
         first, second, third = self.norms
-        cross, own = self.cross, self.own
-        x = cross.onto(x, cross.heads(cross.q, normed_for(x, first, cross.q.weight)))
-        normed = normed_for(x, second, own.q.weight, own.k.weight, own.v.weight)
-        q, _, _ = (own.heads(projection, normed) for projection in (own.q, own.k, own.v))
-        return self.feed.onto(own.onto(x, q), third)
+        q, _, _ = self.cross.heads(normed_for(x, first, self.cross.qkv.weight))
+        q, _, _ = self.own.heads(self.cross.after(x, q, second, self.own.qkv.weight))
+        return self.feed.onto(x, self.own.after(x, q, third, self.feed.entry))
 
 
 def layers() -> Iterator[Row]:

@@ -17,7 +17,7 @@ from app.config import Deployment, Limits, Server, SidConfig, parse
 from app.core import Contract, HistoryIds, Ranked, Request
 from app.engine.apart import export_apart
 from app.engine.engine import Engine
-from app.engine.families.base import Family, ModelFiles
+from app.engine.families.base import Binding, Family, ModelFiles
 from app.engine.families.onerec import OneRec
 from app.engine.families.onerec_config import parse as parse_onerec
 from app.engine.families.onerec_reference import OneRecReference
@@ -68,6 +68,12 @@ def onerec_weights(config: Mapping[str, object], seed: int = 0, scale: float = 0
     return {name: w + scale * torch.randn(w.shape, generator=generator) for name, w in sorted(state.items())}
 
 
+def bound(binding: Binding, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A parameter as its binding says."""
+    whole = torch.cat([weights[source] for source in binding.sources])
+    return whole if binding.rows is None else torch.cat([whole, torch.zeros_like(whole[:1])])[binding.rows]
+
+
 def onerec_engine(sizes: Sequence[int], limits: Limits, seed: int = 0, **changes: object) -> Engine:
     """A small onerec in memory, bound as the engine binds it."""
     config = msgspec.to_builtins(parse_onerec(onerec_config(sizes, **changes)))
@@ -76,8 +82,7 @@ def onerec_engine(sizes: Sequence[int], limits: Limits, seed: int = 0, **changes
     family = OneRec.build(files, SidConfig(sizes=tuple(sizes)), limits, torch.float32)
     for name, binding in family.bindings().items():
         owner, _, leaf = name.rpartition(".")
-        whole = torch.cat([weights[source] for source in binding.sources])
-        setattr(family.get_submodule(owner), leaf, torch.nn.Parameter(whole, requires_grad=False))
+        setattr(family.get_submodule(owner), leaf, torch.nn.Parameter(bound(binding, weights), requires_grad=False))
     return Engine(family.eval(), device=torch.device("cpu"), dtype=torch.float32)
 
 

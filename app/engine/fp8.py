@@ -128,6 +128,15 @@ def normed_for(x: Tensor, norm: nn.RMSNorm, *weights: Tensor | Quantised) -> Ten
     return rms_norm(x, norm.weight, norm.eps)
 
 
+def normed_after(x: Tensor, y: Tensor, weight: Tensor | Quantised, norm: nn.RMSNorm, *weights: Tensor) -> Tensor:
+    """`normed_for` of x, behind x += y weight^T in x's memory."""
+    if isinstance(weight, Quantised) and all(isinstance(one, Quantised) for one in weights):
+        assert norm.eps is not None
+        rows = fp8.quantise_normed(x, norm.weight, norm.eps, weight.product(y))
+        return cast(Tensor, QuantisedRows(rows))
+    return normed_for(x.addmm_(y, weight.t()), norm, *weights)  # type: ignore[arg-type]
+
+
 class _Transposed:
     """A weight as `addmm_` takes it."""
 

@@ -45,17 +45,27 @@ class Piece(NamedTuple):
 
     expert  whose it is, -1: not of one
     part    "gate", "up" or "down" of an expert or of the shared ones; "router", "bias", "shared_weight"
+    rows    see `Binding.rows`
     """
 
     parameter: str
     expert: int
     part: str
     shape: tuple[int, ...]
+    rows: Tensor | None = None
+
+    @property
+    def height(self) -> int:
+        """Rows of the parameter."""
+        return self.shape[0] if self.rows is None else len(self.rows)
 
 
 def pieces(of: Routing, width: int) -> Iterator[Piece]:
     """Everything that a mixture over `width` channels is made of, in the order in which it lies in the parameters."""
-    yield Piece("router", -1, "router", (of.experts, width))
+    # rows of zeros behind the router's: a product whose rows are no multiple of 8 takes another, slow kernel
+    padded = torch.full((-of.experts % 8,), -1)
+    rows = torch.cat([torch.arange(of.experts), padded]) if len(padded) else None
+    yield Piece("router", -1, "router", (of.experts, width), rows)
     if of.bias:
         yield Piece("bias", -1, "bias", (of.experts,))
     for expert in range(of.experts):
@@ -71,8 +81,9 @@ def pieces(of: Routing, width: int) -> Iterator[Piece]:
 
 
 class Mixture(nn.Module):
-    """The parameters of a mixture over d channels: router [E, d] and bias [E]; gate_up [E * 2 F, d], an expert's gate
-    before its up, and down [E * d, F]; shared_gate_up, shared_down, shared_weight [1, d] of the shared experts."""
+    """The parameters of a mixture over d channels: router [E or a little more, d] and bias [E]; gate_up [E * 2 F, d],
+    an expert's gate before its up, and down [E * d, F]; shared_gate_up, shared_down, shared_weight [1, d] of the shared
+    experts."""
 
     router: nn.Parameter
     bias: nn.Parameter | None
@@ -88,19 +99,19 @@ class Mixture(nn.Module):
     def __init__(self, of: Routing, width: int) -> None:
         super().__init__()
         self.of = of
-        rows: dict[str, list[tuple[int, ...]]] = {}
+        found: dict[str, list[Piece]] = {}
         for piece in pieces(of, width):
-            rows.setdefault(piece.parameter, []).append(piece.shape)
+            found.setdefault(piece.parameter, []).append(piece)
         for name in ("router", "bias", "gate_up", "down", "shared_gate_up", "shared_down", "shared_weight"):
-            shapes = rows.get(name)
-            whole = None if shapes is None else torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:])
+            own = found.get(name)
+            whole = None if own is None else torch.empty(sum(piece.height for piece in own), *own[0].shape[1:])
             self.register_parameter(name, None if whole is None else nn.Parameter(whole))
 
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
         """x, onto [N, d] -> onto plus what the experts give for x [N, d]; onto's memory is written. The number of rows
         alone decides the shapes; nothing is read on the host."""
         of, width = self.of, x.shape[1]
-        logits = functional.linear(x, self.router)
+        logits = functional.linear(x, self.router)[:, : of.experts]
         expert, weight = grouped.choose(
             logits, self.bias, of.top, sigmoid=of.sigmoid, normalise=of.normalise, factor=of.factor
         )

@@ -13,7 +13,7 @@ from torch.nn import functional
 from app.config import Limits, SidConfig
 from app.engine.facts import weight_facts
 from app.engine.families.base import ModelFiles
-from app.engine.fp8 import Quantised, carrier, gated_for, install, normed_for, quantised
+from app.engine.fp8 import Quantised, carrier, gated_for, install, normed_after, normed_for, quantised
 from app.engine.registry import family
 from app.engine.slots import Slots
 from app.engine.weights import layout, load, read_entries, resolve_precision
@@ -179,6 +179,19 @@ def test_rows_made_for_weights_in_8_bits_are_made_once_and_take_the_place_of_a_t
             with pytest.raises(TypeError):
                 wrong()
     assert torch.equal(normed_for(gate, norm, layer.weight, plain), norm(gate)), "one of them is not in 8 bits"
+
+
+@pytest.mark.parametrize("eight", [(), ("first",), ("first", "second"), ("second",)])
+def test_a_norm_behind_a_sum_is_the_norm_of_the_sum_whatever_is_in_8_bits(eight):
+    torch.manual_seed(0)
+    x, y, norm = torch.randn(5, 48).bfloat16(), torch.randn(5, 32).bfloat16(), nn.RMSNorm(48, 1e-6).bfloat16()
+    layers = {"first": nn.Linear(32, 48, bias=False).bfloat16(), "second": nn.Linear(48, 32, bias=False).bfloat16()}
+    for name in eight:
+        install(layers[name], "weight", *fp8.quantise_rows(layers[name].weight))
+    total = x.clone().addmm_(y, layers["first"].weight.t())
+    normed = normed_after(x, y, layers["first"].weight, norm, layers["second"].weight)
+    assert torch.equal(x, total)
+    assert torch.equal(layers["second"](normed), layers["second"](norm(total)))
 
 
 def test_precisions():

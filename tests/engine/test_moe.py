@@ -49,7 +49,7 @@ def by_definition(part, x):
     """Each row, expert by expert, in double precision."""
     of, x = part.of, x.double()
     named = {name: parameter.double() for name, parameter in part.named_parameters()}
-    logits = linear(x, named["router"])
+    logits = linear(x, named["router"])[:, : of.experts]
     score = logits.sigmoid() if of.sigmoid else logits.softmax(1)
     compared = score + named["bias"] if of.bias else score
     out = torch.zeros_like(x)
@@ -80,7 +80,7 @@ def test_its_pieces_are_its_parameters():
     of = Routing(3, 2, 12, shared=8, shared_gate=True, sigmoid=True, bias=True)
     rows = {}
     for piece in pieces(of, WIDTH):
-        rows[piece.parameter] = rows.get(piece.parameter, 0) + piece.shape[0]
+        rows[piece.parameter] = rows.get(piece.parameter, 0) + piece.height
     assert rows == {name: len(parameter) for name, parameter in mixture(of).named_parameters()}
 
 
@@ -125,7 +125,10 @@ def test_experts_lie_behind_one_another_as_the_checkpoint_has_them_and_follow_a_
         assert torch.equal(held["blocks.1.experts.gate_up"], torch.cat(gate_up))
         down = [tensors[f"{mlp}.experts.{e}.down_proj.weight"] for e in range(4)]
         assert torch.equal(held["blocks.1.experts.down"], torch.cat(down))
-        assert torch.equal(held["blocks.1.experts.router"], tensors[f"{mlp}.gate.weight"])
+        router = held["blocks.1.experts.router"]
+        assert torch.equal(router[:4], tensors[f"{mlp}.gate.weight"])
+        assert router.shape == (8, 16)
+        assert not router[4:].any(), "in whole pieces of 8"
         assert "blocks.0.gate_up" in held, "a dense layer beside them"
         found.append(engine)
     assert found[0].slot is not found[1].slot

@@ -45,7 +45,7 @@ def test_what_the_formats_own_library_writes_is_read_back(tmp_path_factory, shap
 
 MALFORMED = [
     ({"a": tensor()}, b"1234567", "truncated", "the tensors end at byte"),
-    ({"a": tensor()}, b"123456789", "bad_safetensors", "1 bytes follow the last tensor"),
+    ({"a": tensor()}, b"123456789", "bad_safetensors", "followed by 1 byte"),
     ({"a": tensor(4, 12)}, b"0" * 12, "bad_safetensors", "a hole or an overlap"),
     ({"a": tensor(), "b": tensor(4, 12)}, b"0" * 12, "bad_safetensors", "a hole or an overlap"),
     ({"a": tensor(end=4)}, b"0" * 4, "bad_safetensors", "does not take the 4 bytes"),

@@ -159,10 +159,10 @@ FAULTS = [
     (swapped_between_parts, "bad_shape", f"model.safetensors: {Q.replace('q_', 'k_')}", "shape [24, 16]"),
     (wrong_dtype, "bad_dtype", f"model.safetensors: {Q}", "stored as I32"),
     (double, "bad_dtype", f"model.safetensors: {Q}", "stored as F64"),
-    (poison(float("nan")), "not_finite", f"model.safetensors: {Q}", "holds 1 NaN or infinite values"),
-    (poison(float("-inf")), "not_finite", f"model.safetensors: {Q}", "holds 1 NaN or infinite values"),
+    (poison(float("nan")), "not_finite", f"model.safetensors: {Q}", "holds 1 NaN or infinite value"),
+    (poison(float("-inf")), "not_finite", f"model.safetensors: {Q}", "holds 1 NaN or infinite value"),
     (truncated, "truncated", "model.safetensors", "the tensors end at byte"),
-    (three_bytes_more, "bad_safetensors", "model.safetensors", "3 bytes follow the last tensor"),
+    (three_bytes_more, "bad_safetensors", "model.safetensors", "followed by 3 bytes"),
     (empty, "truncated", "model.safetensors", "0 bytes are no safetensors file"),
     (pickled, "bad_safetensors", "model.safetensors", "not a safetensors file"),
     (only_pickles, "no_weights", "v1", "pickled weights are never read"),
@@ -192,7 +192,7 @@ def test_a_faulty_version_is_refused_with_its_place(fault, code, location, messa
 def test_values_that_overflow_in_the_engines_dtype_are_refused(tmp_path):
     poison(1e5)(tiny.write(tmp_path))
     tiny.engine(tmp_path)
-    with pytest.raises(Rejected, match="as float16 holds 1 NaN or infinite values") as caught:
+    with pytest.raises(Rejected, match="as float16 holds 1 NaN or infinite value") as caught:
         tiny.engine(tmp_path, precision="float16")
     assert caught.value.location == f"model.safetensors: {Q}"
 

@@ -61,6 +61,17 @@ def test_a_norm_in_8_bits_is_the_norm_quantised_up_to_a_neighbour(shape, spread)
     assert bool((apart <= (2.0**-4 + 2.0**-8) * exact.abs() + 2.0**-10 * found.scale.double().unsqueeze(1)).all())
 
 
+@pytest.mark.parametrize("shape", [(1, 8), (300, 896), (257, 3584)])
+def test_a_sum_and_its_norm_in_8_bits_are_those_in_two_steps_bit_by_bit(shape):
+    x, added = (torch.randn(shape, device=DEVICE).bfloat16() for _ in range(2))
+    weight, total = torch.rand(shape[1], device=DEVICE).bfloat16(), x + added
+    expected = fp8.quantise_normed(total, weight, 1e-6)
+    found = fp8.quantise_normed(x, weight, 1e-6, added)
+    assert torch.equal(x, total)
+    assert torch.equal(found.q.view(torch.uint8), expected.q.view(torch.uint8))
+    assert torch.equal(found.scale, expected.scale)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 16, 16), (17, 192, 192), (512, 896, 3584), (4096, 3584, 896)])
 def test_a_product_is_the_emulations_up_to_its_sums(sizes, bias):
@@ -73,7 +84,9 @@ def test_a_product_is_the_emulations_up_to_its_sums(sizes, bias):
     found = fp8.linear(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), None if b is None else b.to(DEVICE))
     assert found.dtype == torch.bfloat16
     apart = (found.cpu().float() - expected).abs()
-    assert (apart <= 2.0**-7 * expected.abs() + 2.0**-9 * k**0.5).all(), apart.max()
+    # tensor cores keep 14 bits of an unfinished sum, to which they add 32 products at a time
+    bound = 2.0**-7 * expected.abs() + 2.0**-9 + 2.0**-13 * k**0.5 * k / 32
+    assert (apart <= bound).all(), (apart / bound).max()
 
 
 def test_a_product_is_captured_into_a_cuda_graph():

@@ -33,7 +33,7 @@ from app.engine.families import onerec_config
 from app.engine.families.base import Binding, Family, ModelFiles
 from app.engine.families.onerec_config import ExpertsConfig, FeatureConfig, HistoryConfig, OneRecConfig
 from app.engine.families.onerec_inputs import HISTORY_LONG, HISTORY_SHORT, OneRecInputs
-from app.engine.fp8 import gated_for, normed_for
+from app.engine.fp8 import gated_for, normed_after, normed_for
 from app.engine.moe import Mixture, Piece, Routing, pieces
 from app.errors import Rejected
 from app.ops.attention import context_attention, prefix_attention
@@ -59,18 +59,23 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Feed(nn.Module):
-    """SwiGLU."""
+    """SwiGLU. gate_up: gate and up are one product."""
 
     def __init__(self, config: OneRecConfig) -> None:
         super().__init__()
-        self.gate = linear(config.d_model, config.ffn)
-        self.up = linear(config.d_model, config.ffn)
+        self.gate_up = linear(config.d_model, 2 * config.ffn)
         self.down = linear(config.ffn, config.d_model)
 
-    def onto(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
-        """x [N, d_model] with the output for norm(x) added, in its memory."""
-        down, normed = self.down.weight, normed_for(x, norm, self.gate.weight, self.up.weight)
-        return x.addmm_(gated_for(self.gate(normed), self.up(normed), down), down.t())
+    @property
+    def entry(self) -> Tensor:
+        """What normed rows are multiplied by."""
+        return self.gate_up.weight
+
+    def onto(self, x: Tensor, normed: Tensor) -> Tensor:
+        """x [N, d_model] with the output for `normed` [N, d_model] added, in its memory."""
+        gate, up = self.gate_up(normed).chunk(2, 1)
+        down = self.down.weight
+        return x.addmm_(gated_for(gate, up, down), down.t())
 
 
 class Experts(Mixture):
@@ -83,9 +88,14 @@ class Experts(Mixture):
         )  # fmt: skip
         super().__init__(routing, config.d_model)
 
-    def onto(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    @property
+    def entry(self) -> Tensor:
+        """See `Feed.entry`."""
+        return self.router
+
+    def onto(self, x: Tensor, normed: Tensor) -> Tensor:
         """See `Feed.onto`."""
-        out: Tensor = self(norm(x), x)
+        out: Tensor = self(normed, x)
         return out
 
 
@@ -98,25 +108,25 @@ def experts_source(piece: Piece) -> str:
 
 
 class Projections(nn.Module):
-    """The projections of one attention; the lazy one has no k and v."""
+    """The projections of one attention. q, k and v are one product; the lazy one has no k and v."""
 
     def __init__(self, config: OneRecConfig, groups: int) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.q = linear(config.d_model, config.heads * config.head_dim)
-        if groups:
-            self.k = linear(config.d_model, groups * config.head_dim)
-            self.v = linear(config.d_model, groups * config.head_dim)
+        self.groups, self.head_dim = groups, config.head_dim
+        self.qkv = linear(config.d_model, (config.heads + 2 * groups) * config.head_dim)
         self.o = linear(config.heads * config.head_dim, config.d_model)
 
-    def heads(self, projection: nn.Linear, x: Tensor) -> Tensor:
-        """[N, d_model] -> [N, heads or groups, head_dim]."""
-        out: Tensor = projection(x)
-        return out.view(out.shape[0], -1, self.head_dim)
+    def heads(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[N, d_model] -> q [N, heads, head_dim]; k, v [N, groups, head_dim]: views of one tensor."""
+        out = self.qkv(normed)
+        out = out.view(out.shape[0], -1, self.head_dim)
+        own = out.shape[1] - 2 * self.groups
+        return out[:, :own], out[:, own : own + self.groups], out[:, own + self.groups :]
 
-    def onto(self, x: Tensor, seen: Tensor) -> Tensor:
-        """x [N, d_model] with the output for `seen` [N, heads, head_dim] added, in its memory."""
-        return x.addmm_(seen.flatten(1), self.o.weight.t())
+    def after(self, x: Tensor, seen: Tensor, norm: nn.RMSNorm, entry: Tensor) -> Tensor:
+        """norm(x), to be multiplied by `entry`; x [N, d_model] has got the output for `seen` [N, heads, head_dim] added
+        before it, in its memory."""
+        return normed_after(x, seen.flatten(1), self.o.weight, norm, entry)
 
 
 class HistoryTables(nn.Module):
@@ -176,15 +186,13 @@ class ContextBlock(nn.Module):
     def forward(self, x: Tensor, layout: Layout, positions: int) -> Tensor:
         """x [T, d_model] -> the same, in its memory."""
         part = self.attention
-        normed = normed_for(x, self.attention_norm, part.q.weight, part.k.weight, part.v.weight)
-        shape = (layout.length.shape[0], positions, part.k.out_features // part.head_dim, part.head_dim)
+        q, own_k, own_v = part.heads(normed_for(x, self.attention_norm, part.qkv.weight))
+        shape = (layout.length.shape[0], positions, part.groups, part.head_dim)
         k, v = x.new_zeros(shape), x.new_zeros(shape)
-        k[layout.request, layout.slot] = part.heads(part.k, normed)
-        v[layout.request, layout.slot] = part.heads(part.v, normed)
-        q = part.heads(part.q, normed)
+        k[layout.request, layout.slot] = own_k
+        v[layout.request, layout.slot] = own_v
         seen, _ = context_attention(q, k, v, layout.length, layout.start, widest=positions, scale=self.scale)
-        x = part.onto(x, seen)
-        return self.ffn.onto(x, self.ffn_norm)
+        return self.ffn.onto(x, part.after(x, seen, self.ffn_norm, self.ffn.entry))
 
 
 class Processor(nn.Module):
@@ -281,20 +289,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, t: int, rows: Rows, cross: Cross, slots: Slots) -> Tensor:
         """x [N, d_model] of step t -> the same, in its memory; writes slots (t, 0..N-1) where step t has any."""
-        q = self.cross.heads(self.cross.q, normed_for(x, self.cross_norm, self.cross.q.weight))
+        q, _, _ = self.cross.heads(normed_for(x, self.cross_norm, self.cross.qkv.weight))
         seen, _ = context_attention(
             q, cross.key, cross.value, cross.length, rows.row_start, widest=cross.widest, scale=self.scale
         )
-        x = self.cross.onto(x, seen)
-        own = self.self
-        normed = normed_for(x, self.self_norm, own.q.weight, own.k.weight, own.v.weight)
-        q, k, v = (own.heads(projection, normed) for projection in (own.q, own.k, own.v))
+        q, k, v = self.self.heads(self.cross.after(x, seen, self.self_norm, self.self.qkv.weight))
         if t <= slots.key.shape[0]:
             slots.key[t - 1, : x.shape[0]] = k
             slots.value[t - 1, : x.shape[0]] = v
         seen = prefix_attention(q, k, v, *slots, ancestry=rows.ancestry, scale=self.scale, compact=rows.compact)
-        x = own.onto(x, seen)
-        return self.ffn.onto(x, self.ffn_norm)
+        return self.ffn.onto(x, self.self.after(x, seen, self.ffn_norm, self.ffn.entry))
 
 
 class OneRec(Family):
@@ -333,26 +337,37 @@ class OneRec(Family):
         with torch.device("meta"):
             return cls(config, limits).to(dtype)
 
-    def _pieces(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """(parameter, tensor, shape) of all that experts are made of."""
+    def _pieces(self) -> Iterator[tuple[str, str, tuple[int, ...], Tensor | None]]:
+        """(parameter, tensor, shape, `Binding.rows`) of all that is not the tensor of its own name."""
+        config = self.config
         for name, part in self.named_modules():
             if isinstance(part, Experts):
-                for piece in pieces(part.of, self.config.d_model):
-                    yield f"{name}.{piece.parameter}", f"{name}.{experts_source(piece)}", piece.shape
+                for piece in pieces(part.of, config.d_model):
+                    yield f"{name}.{piece.parameter}", f"{name}.{experts_source(piece)}", piece.shape, piece.rows
+            elif isinstance(part, Feed):
+                for one in ("gate", "up"):
+                    yield f"{name}.gate_up.weight", f"{name}.{one}.weight", (config.ffn, config.d_model), None
+            elif isinstance(part, Projections):
+                groups = {"q": config.heads, **dict.fromkeys("kv" if part.groups else "", part.groups)}
+                for one, count in groups.items():
+                    shape = (count * config.head_dim, config.d_model)
+                    yield f"{name}.qkv.weight", f"{name}.{one}.weight", shape, None
 
     def bindings(self) -> dict[str, Binding]:
-        """See `Family.bindings`: each from the tensor of its own name, but for the experts."""
-        sources: dict[str, list[str]] = {}
-        for parameter, source, _ in self._pieces():
-            sources.setdefault(parameter, []).append(source)
-        return {name: Binding(tuple(sources.get(name, (name,)))) for name, _ in self.named_parameters()}
+        """See `Family.bindings`: each from the tensor of its own name, where `_pieces` do not say it."""
+        found = {name: Binding((name,)) for name, _ in self.named_parameters()}
+        made: dict[str, tuple[str, ...]] = {}
+        for parameter, source, _, rows in self._pieces():
+            made[parameter] = (*made.get(parameter, ()), source)
+            found[parameter] = Binding(made[parameter], rows)
+        return found
 
     def weight_specs(self) -> tuple[WeightSpec, ...]:
         """See `Family.weight_specs`."""
-        found = [(parameter, WeightSpec(source, shape)) for parameter, source, shape in self._pieces()]
-        made = {parameter for parameter, _ in found}
-        plain = (WeightSpec(name, tuple(one.shape)) for name, one in self.named_parameters() if name not in made)
-        return (*plain, *(spec for _, spec in found))
+        made = [(parameter, WeightSpec(source, shape)) for parameter, source, shape, _ in self._pieces()]
+        names = {parameter for parameter, _ in made}
+        plain = (WeightSpec(name, tuple(one.shape)) for name, one in self.named_parameters() if name not in names)
+        return (*plain, *(spec for _, spec in made))
 
     def projections(self) -> tuple[str, ...]:
         """See `Family.projections`: of every block, and of the context into its K/V sets."""

@@ -78,7 +78,7 @@ class Qwen(TokenModel):
             for part in block_parts(self.config, i):
                 name = f"blocks.{i}.{part.parameter}"
                 before = bindings[name].sources if name in bindings else ()
-                bindings[name] = Binding(before + (part.source,) * part.times)
+                bindings[name] = Binding(before + (part.source,) * part.times, part.rows)
         return bindings
 
     def weight_specs(self) -> tuple[WeightSpec, ...]:

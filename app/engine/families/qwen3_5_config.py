@@ -134,7 +134,10 @@ def block_parts(c: HybridConfig, i: int) -> list[Part]:
         Part("down", f"{mlp}.down_proj.weight", (d, f)),
     ]
     if routing is not None:
-        feed = [Part(f"experts.{name}", source, shape) for name, source, shape in expert_parts(routing, d, mlp)]
+        feed = [
+            Part(f"experts.{piece.parameter}", source, piece.shape, rows=piece.rows)
+            for source, piece in expert_parts(routing, d, mlp)
+        ]
     mixer = _linear_parts(c, f"{layer}.linear_attn") if c.kinds[i] == LINEAR else _full_parts(c, f"{layer}.self_attn")
     return [
         Part("input_norm", f"{layer}.input_layernorm.weight", (d,)),

@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
+from torch import Tensor
 
 from app.engine.families.base import fields_of
 from app.engine.families.qwen_moe import expert_parts, read_experts
@@ -76,12 +77,13 @@ class QwenConfig:
 
 
 class Part(NamedTuple):
-    """A checkpoint's tensor and the parameter of `qwen.Block` that holds it, `times` times in a row."""
+    """A checkpoint's tensor and the parameter of `qwen.Block` that holds it or `rows` of it, `times` times in a row."""
 
     parameter: str
     source: str
     shape: tuple[int, ...]
     times: int = 1
+    rows: Tensor | None = None
 
 
 def block_parts(c: QwenConfig, i: int) -> list[Part]:
@@ -100,7 +102,10 @@ def block_parts(c: QwenConfig, i: int) -> list[Part]:
         parts += [Part("gate_up", f"{mlp}.{x}_proj.weight", (f, d)) for x in ("gate", "up")]
         parts.append(Part("down", f"{mlp}.down_proj.weight", (d, f)))
     else:
-        parts += [Part(f"experts.{name}", source, shape) for name, source, shape in expert_parts(routing, d, mlp)]
+        parts += [
+            Part(f"experts.{piece.parameter}", source, piece.shape, rows=piece.rows)
+            for source, piece in expert_parts(routing, d, mlp)
+        ]
     if c.qkv_bias:
         parts += [Part("qkv_bias", f"{attention}.{x}_proj.bias", (size,)) for x, size in sizes.items()]
     if c.out_bias:

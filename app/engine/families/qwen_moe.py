@@ -86,11 +86,10 @@ def _routing(raw: RawExperts, model_type: str) -> Routing | None:
     )  # fmt: skip
 
 
-def expert_parts(of: Routing, width: int, mlp: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(parameter of `Mixture`, tensor, shape) of the layer whose tensors begin with `mlp`, in the order in which the
-    parts of a parameter lie in it."""
+def expert_parts(of: Routing, width: int, mlp: str) -> Iterator[tuple[str, Piece]]:
+    """The tensors of the layer that begin with `mlp`, in the order in which the parts of a parameter lie in it."""
     for piece in pieces(of, width):
-        yield piece.parameter, f"{mlp}.{_name(piece)}.weight", piece.shape
+        yield f"{mlp}.{_name(piece)}.weight", piece
 
 
 def _name(piece: Piece) -> str:

@@ -116,12 +116,25 @@ gated(const u16* gate, const u16* up, i64 gate_row, i64 up_row, u8* q, float* sc
     put(kept, pieces, q + row * pieces * 8, scale + row);
 }
 
-// x / sqrt(mean(x^2) + eps) * weight
-extern "C" __global__ void __launch_bounds__(1024)
-normed(const u16* x, i64 stride, const u16* weight, float eps, u8* q, float* scale, i64 pieces) {
+// x / sqrt(mean(x^2) + eps) * weight; where there is `added`, x += added before it, in x's memory
+extern "C" __global__ void __launch_bounds__(1024) normed(
+    u16* x, i64 stride, const u16* added, i64 added_row, const u16* weight, float eps, u8* q, float* scale, i64 pieces) {
     __shared__ float cells[32];
     ROW
-    EACH_PIECE kept[p] = load_once(x + row * stride + at * 8);
+    EACH_PIECE kept[p] = *(const uint4*)(x + row * stride + at * 8);
+    if (added) {
+        uint4 other[PIECES];
+        EACH_PIECE other[p] = load_once(added + row * added_row + at * 8);
+        EACH_PIECE {
+            float v[8], w[8];
+            unpack8(kept[p], v);
+            unpack8(other[p], w);
+#pragma unroll
+            for (int e = 0; e < 8; e++) v[e] += w[e];
+            kept[p] = pack8(v);
+            store(x + row * stride + at * 8, kept[p]);
+        }
+    }
     float squares = 0;
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {

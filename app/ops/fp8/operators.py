@@ -52,12 +52,13 @@ def quantise_gated(gate: Tensor, up: Tensor) -> EightBits:
     return out
 
 
-def quantise_normed(x: Tensor, weight: Tensor, eps: float) -> EightBits:
+def quantise_normed(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> EightBits:
     """`reference.quantise_normed` up to the order of its sum."""
-    if _kernelless(x) or weight.data_ptr() % 16 or not weight.is_contiguous() or weight.dtype != x.dtype:
-        return EightBits(*reference.quantise_normed(x, weight, eps))
-    x, out = _aligned(x), _empty(x)
-    _launch("normed", out, x.data_ptr(), x.stride(0), weight.data_ptr(), np.float32(eps))
+    operands = (x, weight.unsqueeze(0)) if added is None else (x, weight.unsqueeze(0), added)
+    if _kernelless(*operands) or not all(_whole(one) for one in operands):
+        return EightBits(*reference.quantise_normed(x, weight, eps, added))
+    out, (other, row) = _empty(x), (0, 0) if added is None else (added.data_ptr(), added.stride(0))
+    _launch("normed", out, x.data_ptr(), x.stride(0), other, row, weight.data_ptr(), np.float32(eps))
     return out
 
 
@@ -69,10 +70,14 @@ def _kernelless(*operands: Tensor) -> bool:
     return bool(first.shape[1] % _PIECE or first.shape[1] > _PIECE * _PIECES * _THREADS)
 
 
+def _whole(x: Tensor) -> bool:
+    """Whether rows are on 16 bytes."""
+    return x.stride(1) == 1 and x.stride(0) % _PIECE == 0 and x.data_ptr() % 16 == 0
+
+
 def _aligned(x: Tensor) -> Tensor:
     """The same rows, on 16 bytes."""
-    whole = x.stride(1) == 1 and x.stride(0) % _PIECE == 0 and x.data_ptr() % 16 == 0
-    return x if whole else x.clone(memory_format=torch.contiguous_format)
+    return x if _whole(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _empty(x: Tensor) -> EightBits:

@@ -21,7 +21,8 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     The largest element of a row becomes 448; elements are multiplied by 448 / largest in float32 and rounded to even.
     """
     most = x.abs().amax(1).float().clamp_min(LEAST)
-    scaled = x.float() * (LARGEST / most).unsqueeze(1)
+    factor = torch.full_like(most, LARGEST) / most  # a number over a tensor would be rounded twice
+    scaled = x.float() * factor.unsqueeze(1)
     return scaled.clamp(-LARGEST, LARGEST).to(FP8), most / LARGEST
 
 
@@ -30,8 +31,13 @@ def quantise_gated(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return quantise_rows(silu(gate).mul_(up))
 
 
-def quantise_normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`quantise_rows` of x [n, K] / sqrt(mean(x^2) + eps) * weight [K], the mean in float32, in x's dtype."""
+def quantise_normed(x: Tensor, weight: Tensor, eps: float, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`quantise_rows` of x [n, K] / sqrt(mean(x^2) + eps) * weight [K], the mean in float32, in x's dtype.
+
+    added  [n, K]: x += added before it, in x's memory
+    """
+    if added is not None:
+        x.add_(added)
     return quantise_rows(rms_norm(x, x.shape[1:], weight, eps))
 
 

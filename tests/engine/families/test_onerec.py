@@ -18,6 +18,7 @@ from app.engine.families.onerec import OneRec
 from app.engine.families.onerec_config import OneRecConfig, parse
 from app.engine.families.onerec_reference import OneRecReference, PaddedContexts, pad_history
 from app.errors import InvalidRequest, Rejected
+from tests import support
 
 TOLERANCE = 1e-5
 BASE = {
@@ -66,7 +67,7 @@ def pair(config: OneRecConfig, limits: Limits = LIMITS, seed: int = 0) -> tuple[
     files = ModelFiles(msgspec.to_builtins(config), Path(), {name: tuple(w.shape) for name, w in weights.items()})
     served = OneRec.build(files, SidConfig(sizes=config.sizes), limits, torch.float32)
     for name, binding in served.bindings().items():
-        whole = torch.cat([weights[source] for source in binding.sources])
+        whole = support.bound(binding, weights)
         owner, _, leaf = name.rpartition(".")
         setattr(served.get_submodule(owner), leaf, torch.nn.Parameter(whole, requires_grad=False))
     return reference, served.eval()

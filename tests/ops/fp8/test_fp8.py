@@ -88,6 +88,10 @@ def test_a_gate_and_a_norm_in_8_bits_are_those_quantised():
     gate, up = both.chunk(2, 1)
     for found, rows in (
         (fp8.quantise_gated(gate, up), gated(gate, up)),
+        (
+            fp8.quantise_normed(gate.clone(), weight, 1e-6, up),
+            torch.nn.functional.rms_norm(gate + up, (24,), weight, 1e-6),
+        ),
         (fp8.quantise_normed(gate, weight, 1e-6), torch.nn.functional.rms_norm(gate, (24,), weight, 1e-6)),
     ):
         data, scale = fp8.quantise_rows(rows)
