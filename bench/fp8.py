@@ -41,7 +41,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         roots = {"demo": _demo(Path(folder) / "demo", asked.requests), "random": _random(Path(folder), asked.requests)}
         found = {name: _compared(*root) for name, root in roots.items()}
-    result = {"commit": commit(), "cpu": cpu_model(), "requests": asked.requests, "models": found}
+    command = f"python -m bench.fp8 --requests {asked.requests} --out bench/results/fp8.json"
+    result = {"command": command, "commit": commit(), "cpu": cpu_model(), "requests": asked.requests, "models": found}
     asked.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
