@@ -30,7 +30,7 @@ class LiveServer:
     public: str
     admin: str
     service: Service
-    logged: io.BytesIO
+    logged: io.BytesIO | LogFile
     made: list[Live]
 
     @property
@@ -74,10 +74,18 @@ class LiveServer:
         return [line for line in map(json.loads, self.logged.getvalue().splitlines()) if line["event"] == name]
 
 
+class LogFile(io.FileIO):
+    """A log on the disk, for servers that write much of it and whose memory is looked at."""
+
+    def getvalue(self) -> bytes:
+        return Path(str(self.name)).read_bytes()
+
+
 @asynccontextmanager
-async def live_server(root: Path, *, ready: bool = True) -> AsyncIterator[LiveServer]:
-    """A server over a root, on ports of its own; stopped and drained at the end."""
-    logged, stop = io.BytesIO(), asyncio.Event()
+async def live_server(root: Path, *, ready: bool = True, log: Path | None = None) -> AsyncIterator[LiveServer]:
+    """A server over a root, on ports of its own; stopped and drained at the end. log: in a file, not in memory."""
+    logged = LogFile(log, "wb") if log else io.BytesIO()
+    stop = asyncio.Event()
     service, made = compose(root, Overrides(device="cpu"), logged, tolerant=True), []
 
     def build(runtime):
@@ -101,6 +109,8 @@ async def live_server(root: Path, *, ready: bool = True) -> AsyncIterator[LiveSe
     assert server.events("loop_died") == [], server.events("loop_died")
     for name in ("policy_update_failed", "artifact_update_failed", "takedown_update_failed"):
         assert server.events(name) == [], server.events(name)
+    if isinstance(logged, LogFile):
+        logged.close()
 
 
 class Resources(NamedTuple):

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api import errors, media, openapi
 from app.api.health import Readiness
+from app.config import read_small
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
 
@@ -75,8 +76,7 @@ class Tokens:
 
     def _read(self, file: Path) -> dict[bytes, Right]:
         try:
-            with file.open("rb") as stream:
-                return parse_tokens(stream.read(MAX_TOKEN_FILE + 1).decode())
+            return parse_tokens(read_small(file, MAX_TOKEN_FILE + 1).decode())
         except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
             self._log.warning("admin_tokens_unusable", file=str(file), reason=_reason(error))
             return {}

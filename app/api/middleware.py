@@ -185,7 +185,8 @@ class BodyReader:
 
     def _check_headers(self) -> None:
         encoding = media.header(self._headers, b"content-encoding").strip().lower()
-        if encoding not in {"", "identity"}:
+        coding = media.header(self._headers, b"transfer-encoding").strip().lower()
+        if encoding not in {"", "identity"} or coding not in {"", "chunked"}:
             raise errors.UnsupportedMedia("compressed bodies are not accepted")
         length = media.header(self._headers, b"content-length")
         if length.isdigit() and int(length[:20]) > self._guard.max_body:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar, Final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.api import media, wire
 
 MAX_HEAD: Final = 64 * 1024
 """Most bytes of a request line and headers."""
+FRAMING: Final = frozenset({b"content-length", b"transfer-encoding"})
 LINE: Final = 4
 """What a header line has beside its name and value."""
 
@@ -20,7 +22,8 @@ class _TooLarge(Exception):
 
 
 class BoundedHead(HttpToolsProtocol):
-    """Ends connections whose request heads are too large (431), too slow (408) or not HTTP (400).
+    """Ends connections whose request heads are too large (431), too slow (408) or not HTTP (400), and speaks nothing
+    but HTTP/1.1, whatever else a client offers (some send `Upgrade: h2c` with every first request).
 
     A head is counted twice: as raw bytes while it is incomplete, since the parser keeps a long line for itself, and as
     what the parser hands out, since a whole head of many short lines can come in one read.
@@ -36,6 +39,7 @@ class BoundedHead(HttpToolsProtocol):
         self._head_bytes = 0
         self._parsed_bytes = 0
         self._in_head = False
+        self._telling = False
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn's own
@@ -50,33 +54,74 @@ class BoundedHead(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; then count what belongs to a head that is not complete yet."""
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if not self._in_head or self.transport.is_closing():
             return
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD:
             self._refuse_large()
 
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+                self._stay()
+            except httptools.HttpParserError:
+                self.send_400_response("this is no HTTP/1.1 request")
+                return
+            else:
+                return
+
+    def _stay(self) -> None:
+        """Pass over an offer to speak another protocol (RFC 9110, 7.8). The parser takes what follows for that
+        protocol, or for the next request; a body is a body, so a new parser is told of it again."""
+        framing = self._framing()
+        if framing:
+            self.parser, self._telling = httptools.HttpRequestParser(self), True
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
+            self._telling = False
+
+    def _framing(self) -> bytes:
+        """The header line that says how long the body is; empty where there is none."""
+        return next((name + b": " + value for name, value in self.headers if name in FRAMING and value != b"0"), b"")
+
     def on_message_begin(self) -> None:
         """A request's first byte."""
+        if self._telling:
+            return
         super().on_message_begin()
         self._begin_head()
 
     def on_url(self, url: bytes) -> None:
         """A piece of the request's target."""
+        if self._telling:
+            return
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header line; trailers after a body are counted and dropped, for nobody checked them as headers."""
+        if self._telling:
+            return
         self._count(len(name) + len(value) + LINE)
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is complete; from here the body's own limits hold."""
+        if self._telling:
+            return
         self._end_head()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """A request's last byte, but where the parser only thinks so: see `_stay`."""
+        if not (self.parser.should_upgrade() and self._framing()):
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP, or too much of it."""

@@ -1,13 +1,14 @@
 import asyncio
 import io
 import json
+import os
 
 import pytest
 
 from app.api.admin import Tokens, parse_tokens
 from app.errors import BadDeployment
 from app.runtime.logs import make_log
-from tests.api.support import ask, get, served
+from tests.api.support import ask, connect, get, message, served
 
 READ, WRITE = "Bearer r-token", "Bearer w-token"
 
@@ -110,3 +111,47 @@ def test_a_bad_token_file_lets_nobody_in_and_is_reported_once_without_its_conten
 def test_a_token_listed_twice_keeps_its_lesser_right():
     assert parse_tokens("write a\nread a") == {b"a": "read"}
     assert parse_tokens("read a\nwrite a") == {b"a": "read"}
+
+
+GUESSES = {
+    "two, the right one first": [f"authorization: {READ}", "authorization: Bearer wrong"],
+    "two, the right one last": ["authorization: Bearer wrong", f"authorization: {READ}"],
+    "the right one twice": [f"authorization: {READ}", f"authorization: {READ}"],
+    "a list": [f"authorization: Bearer wrong, {READ}"],
+    "another header": [
+        f"proxy-authorization: {READ}",
+        f"x-authorization: {READ}",
+        "cookie: authorization=Bearer r-token",
+    ],
+    "half of it": [f"authorization: {READ[:-1]}"],
+    "more than it": [f"authorization: {READ}x"],
+    "other letters": [f"authorization: {READ.swapcase()}"],
+    "in pieces": ["authorization: Bearer", "authorization: r-token"],
+    "not ASCII": ["authorization: Bearer r-tok\xe9n"],
+    "very long": ["authorization: Bearer " + "r" * 50_000],
+}
+
+
+async def test_a_token_that_is_guessed_doubled_or_smuggled_opens_nothing(root):
+    async with served(root=root, admin_tokens="admin.tokens") as server:
+        for name, lines in GUESSES.items():
+            async with connect(server.addresses.admin) as client:
+                head = "".join(f"{line}\r\n" for line in ["host: x", *lines])
+                target = "/admin/v1/status?authorization=Bearer+r-token&token=r-token"
+                client.writer.write(f"GET {target} HTTP/1.1\r\n{head}\r\n".encode("latin-1"))
+                assert (await client.reply()).status == 401, name
+        for header in ("x-http-method-override", "x-method-override", "x-http-method"):
+            async with connect(server.addresses.admin) as client:
+                raw = message(path="/admin/v1/status", method="GET", authorization=READ, **{header: "POST"})
+                client.writer.write(raw)
+                assert (await client.reply()).status == 200
+        for path in ("/livez", "/readyz", "/admin/v1/status"):  # HEAD is GET without a body, on this port, too
+            async with connect(server.addresses.admin) as client:
+                client.writer.write(message(path=path, method="HEAD", authorization=READ))
+                head = (await client.reader.readuntil(b"\r\n\r\n")).split()[1]
+                assert head == (b"200" if path == "/admin/v1/status" else b"404")
+
+
+def test_a_token_file_that_is_a_pipe_makes_nobody_wait(tmp_path):
+    os.mkfifo(tmp_path / "tokens")
+    assert Tokens(tmp_path / "tokens", make_log(io.BytesIO())).right_of(b"a") is None

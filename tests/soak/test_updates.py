@@ -29,7 +29,8 @@ def report(name, *measured):
 
 @pytest.mark.timeout(3600)
 async def test_a_thousand_edits_a_tenth_of_them_bad(tmp_path):
-    async with live_server(support.write_root(tmp_path, policies={"p": GOOD.format(5)})) as server:
+    root = support.write_root(tmp_path / "root", policies={"p": GOOD.format(5)})
+    async with live_server(root, log=tmp_path / "log") as server:
         clients = [Asking(server, name, 0.005) for name in ("p", "base")]
         tasks = [asyncio.create_task(client.run()) for client in clients]
         await edits(server, EDITS // 5)
@@ -47,7 +48,7 @@ async def test_a_thousand_edits_a_tenth_of_them_bad(tmp_path):
 @pytest.mark.timeout(7200)
 async def test_cutovers_half_of_them_failing_in_every_way(tmp_path):
     root, reasons, places = world(tmp_path), {}, set()
-    async with live_server(root) as server:
+    async with live_server(root, log=tmp_path / "log") as server:
         truth, wrong, before = Truth(root), list(BAD), None
         for history in HISTORIES:
             for policy in ("base", "narrow"):
