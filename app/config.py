@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, inspect
 
-from app.errors import BadDeployment
+from app.errors import BadDeployment, counted
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -308,13 +308,19 @@ def _checked(deployment: Deployment, text: str, file: str) -> Deployment:
     sid, limits = deployment.sid, deployment.limits
     steps = len(sid.sizes)
     if not 1 <= steps <= 16:
-        raise bad(f"`sizes` has {steps} steps; 1 to 16 are possible", "$.sid.sizes")
+        raise bad(f"`sizes` has {counted(steps, 'step')}; 1 to 16 are possible", "$.sid.sizes")
     if sid.token_base is not None and sid.tokens is not None:
         raise bad("give `token_base` or `tokens`, not both", "$.sid.tokens")
     if sid.token_base is not None and len(sid.token_base) != steps:
-        raise bad(f"`token_base` has {len(sid.token_base)} entries for {steps} steps", "$.sid.token_base")
+        raise bad(
+            f"`token_base` has {counted(len(sid.token_base), 'entry', 'entries')} for {counted(steps, 'step')}",
+            "$.sid.token_base",
+        )
     if limits.widths and len(limits.widths) != steps:
-        raise bad(f"`widths` has {len(limits.widths)} entries for {steps} steps", "$.limits.widths")
+        raise bad(
+            f"`widths` has {counted(len(limits.widths), 'entry', 'entries')} for {counted(steps, 'step')}",
+            "$.limits.widths",
+        )
     widths = limits.widths or (512,) * steps
     if max(widths) > limits.rows:
         raise bad(

@@ -192,9 +192,9 @@ class Fault(WidebeamError):
         return fault
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 error`, `2 errors`: a number and what it counts, as messages say it."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int, noun: str, many: str | None = None) -> str:
+    """`1 error`, `2 errors`: a number and what it counts, as messages say it. many: the plural, by default with an s"""
+    return f"{number} {noun if number == 1 else many or f'{noun}s'}"
 
 
 def _clipped(text: str, most: int) -> str:

@@ -11,7 +11,7 @@ from app.cli.compose import available_cores
 from app.cli.contract import Given, Weights, contract_on_gpu
 from app.cli.output import JsonFlag, print_json, print_table, say
 from app.cli.vocab import made_by
-from app.errors import Rejected
+from app.errors import Rejected, counted
 from app.runtime import engine_artifact
 from app.vocab.manifest import home, verify, versions
 
@@ -47,7 +47,7 @@ def build(
             say(f"{package} is not installed here: a server that has it will not take this engine")
     made = not (home(root, "engine") / name).exists()
     if made:
-        say(f"compiling {len(wanted.builds)} modules for {arch}")
+        say(f"compiling {counted(len(wanted.builds), 'module')} for {arch}")
         engine_artifact.build(root, wanted, made_by(), available_cores())
     directory = home(root, "engine") / name
     if as_json:

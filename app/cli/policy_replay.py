@@ -13,7 +13,7 @@ from app.cli.compose import Overrides, compose
 from app.cli.loop import run
 from app.cli.output import JsonFlag, print_json, print_table
 from app.cli.policy_diff import Root
-from app.errors import NotReady
+from app.errors import NotReady, counted
 from app.runtime.recorded import read_records
 from app.runtime.replay import Compared, Summary, replay, summary
 
@@ -69,7 +69,7 @@ def _print(compared: Sequence[Compared], found: Summary, a: str, b: str) -> None
     for one in compared:
         if one.error is not None:
             typer.echo(f"{one.place}: {one.error}")
-    typer.echo(f"{found.requests} requests, {found.failed} failed")
+    typer.echo(f"{counted(found.requests, 'request')}, {found.failed} failed")
     if found.underfilled is None or found.no_items is None or found.overlap is None:
         return
     typer.echo(f"overlap@k     mean {found.overlap:.4f}, least {found.least_overlap:.4f}")

@@ -15,7 +15,7 @@ from app.cli.output import JsonFlag, print_json, say
 from app.cli.policy_diff import Root
 from app.cli.policy_files import Deployed, deployed
 from app.core import Request
-from app.errors import InvalidRequest, NotReady, Rejected
+from app.errors import InvalidRequest, NotReady, Rejected, counted
 from app.policies.cases import FOLDER, Case, RequestCase, StepCase, read_cases
 from app.policies.diagnostics import Diagnostic, Findings, render
 from app.policies.facts import facts_of
@@ -152,7 +152,7 @@ def _show(results: Sequence[_Result], findings: Sequence[Diagnostic], untested: 
         typer.echo(render([*findings, *failures]))
     skipped = sum(bool(one.unchecked) for one in results)
     failed = sum(bool(one.failures) for one in results)
-    say(f"{len(results)} tests, {failed} failed")
+    say(f"{counted(len(results), 'test')}, {failed} failed")
     if skipped:
         say(f"{skipped} with steps that are too large for the reference to select in; their scores were compared")
     if untested:

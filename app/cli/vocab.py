@@ -13,6 +13,7 @@ import typer
 
 from app.cli.deployment import read_deployment
 from app.cli.output import JsonFlag, print_json, print_table, say
+from app.errors import counted
 from app.vocab import inspect as inspection
 from app.vocab.artifact import open_vocab, save_vocab
 from app.vocab.build import residual_kmeans
@@ -117,9 +118,13 @@ def inspect(which: Which = None, root: Root = Path(), as_json: JsonFlag = False)
     if as_json:
         print_json(report)
         return
-    typer.echo(f"{report.version}: {report.items} items on {report.sids} SIDs of sizes {report.sizes}")
+    typer.echo(
+        f"{report.version}: {counted(report.items, 'item')} on {counted(report.sids, 'SID')} of sizes {report.sizes}"
+    )
     typer.echo(f"digest {report.digest}")
-    typer.echo(f"{report.items_sharing} items share their SID; {report.most_items} items at most on one")
+    typer.echo(
+        f"items that share their SID: {report.items_sharing}; {counted(report.most_items, 'item')} at most on one"
+    )
     columns = ("step", "codes", "used", "prefixes", "fan-out mean", "fan-out max", "items below the largest", "which")
     print_table(
         columns,
@@ -173,7 +178,7 @@ def export(
     except OSError as error:
         raise typer.BadParameter(f"{out}: {error.strerror}", param_hint="--out") from error
     with stream:
-        say(f"{jsonl.write(vocab, stream)} items in {out}")
+        say(f"{counted(jsonl.write(vocab, stream), 'item')} in {out}")
 
 
 def new_version(root: Path, kind: Kind, version: str | None) -> str:
@@ -216,13 +221,15 @@ def _publish(
     if as_json:
         print_json(made._asdict())
     else:
-        typer.echo(f"{made.directory}: {made.items} items on {made.sids} SIDs, digest {made.digest[:12]}")
+        typer.echo(
+            f"{made.directory}: {counted(made.items, 'item')} on {counted(made.sids, 'SID')}, digest {made.digest[:12]}"
+        )
     for warning in made.warnings:
         say(f"warning: {warning}")
 
 
 def _print_difference(found: Difference) -> None:
-    typer.echo(f"{found.old}: {found.items_old} items; {found.new}: {found.items_new} items")
+    typer.echo(f"{found.old}: {counted(found.items_old, 'item')}; {found.new}: {counted(found.items_new, 'item')}")
     rows: list[tuple[str, int, Any]] = [
         ("added", found.added, ", ".join(found.first_added)),
         ("removed", found.removed, ", ".join(found.first_removed)),

@@ -13,7 +13,7 @@ from app.cli.deployment import read_deployment
 from app.cli.output import JsonFlag, print_json, progress, say
 from app.cli.vocab import Root, Version, made_by, new_version
 from app.engine.weights import read_entries
-from app.errors import Rejected
+from app.errors import Rejected, counted
 from app.runtime.expectations import FILE as CANARY
 from app.runtime.expectations import read_asked
 from app.runtime.recording import recorded
@@ -126,5 +126,5 @@ def _report(published: Published, made: Draft, left: list[Path], as_json: bool) 
             }
         )
     else:
-        count = len(made.files)
-        typer.echo(f"{published.directory}: {count} files, {size / 1e6:.1f} MB, digest {published.digest[:12]}")
+        count = counted(len(made.files), "file")
+        typer.echo(f"{published.directory}: {count}, {size / 1e6:.1f} MB, digest {published.digest[:12]}")

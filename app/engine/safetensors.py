@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from app.errors import Rejected, unreadable
+from app.errors import Rejected, counted, unreadable
 
 MAX_HEADER: Final = 4 << 20
 """Bytes: some 40,000 tensors. The format's own library takes 100 MB, but whoever parses holds the interpreter, seconds
@@ -192,4 +192,4 @@ def _check_places(file: Path, entries: Sequence[Entry], data: int, total: int) -
     if place > total:
         raise _bad(file, f"the tensors end at byte {place}, the file at {total}", code="truncated")
     if place < total:
-        raise _bad(file, f"{total - place} bytes follow the last tensor")
+        raise _bad(file, f"the last tensor is followed by {counted(total - place, 'byte')}")

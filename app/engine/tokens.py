@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from app.config import SidConfig
-from app.errors import Rejected, unreadable
+from app.errors import Rejected, counted, unreadable
 
 Ids = npt.NDArray[np.int64]
 
@@ -72,8 +72,8 @@ def _from_file(sizes: tuple[int, ...], file: Path) -> list[Ids]:
         raise Rejected("bad_tokens", f"a list of {len(sizes)} lists is expected, one a step", location=file.name)
     for t, (ids, size) in enumerate(zip(lists, sizes, strict=True), 1):
         if not isinstance(ids, list) or len(ids) != size:
-            found = f"{len(ids)} entries" if isinstance(ids, list) else "no list"
-            raise Rejected("bad_tokens", f"step {t}: {size} ids expected, {found} found", location=file.name)
+            found = counted(len(ids), "entry", "entries") if isinstance(ids, list) else "no list"
+            raise Rejected("bad_tokens", f"step {t}: {counted(size, 'id')} expected, {found} found", location=file.name)
         for code, token in enumerate(ids):
             if not isinstance(token, int) or isinstance(token, bool) or not -1 <= token < 2**31:
                 raise Rejected("bad_tokens", f"step {t}, code {code}: {token!r} is no token id", location=file.name)

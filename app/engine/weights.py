@@ -25,7 +25,7 @@ from app.engine.placing import Target, clear, place
 from app.engine.safetensors import DTYPES, Entry, Reader, read_header
 from app.engine.slots import Layout, Slot, Slots
 from app.engine.tokens import read_json
-from app.errors import Fault, Rejected, unreadable
+from app.errors import Fault, Rejected, counted, unreadable
 from app.ops.fp8 import FP8, unfit
 
 INDEX = "model.safetensors.index.json"
@@ -251,7 +251,7 @@ def _read(
         place(target._replace(transpose=False), 0, whole.t())
     for count, verb in ((bad, "holds"), (overflown, f"as {str(dtype).removeprefix('torch.')} holds")):
         if count:
-            raise Rejected("not_finite", f"{verb} {count} NaN or infinite values", location=entry.location)
+            raise Rejected("not_finite", f"{verb} {counted(count, 'NaN or infinite value')}", location=entry.location)
 
 
 def value_findings(module: Family, entries: Mapping[str, Entry], dtype: torch.dtype) -> Iterator[Rejected]:

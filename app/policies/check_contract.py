@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from app.core import Contract, Level
+from app.errors import counted
 from app.policies.check_types import constant
 from app.policies.diagnostics import Findings
 from app.policies.expr import Compare, Expr, Logic, Name, Not
@@ -58,8 +59,8 @@ def _check_widths(given: Widths | None, contract: Contract, found: Findings) -> 
     if given is None:
         return
     if len(given.value) != len(contract.steps):
-        many = f"{len(given.value)} width{'s' * (len(given.value) != 1)} for {len(contract.steps)} steps"
-        found.add("K002", given.span, many, f"contract {contract.id} has {len(contract.steps)} steps")
+        many = f"{counted(len(given.value), 'width')} for {counted(len(contract.steps), 'step')}"
+        found.add("K002", given.span, many, f"contract {contract.id} has {counted(len(contract.steps), 'step')}")
         return
     for step, one in zip(contract.steps, given.value, strict=True):
         if one.value > step.width:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from app.core import Level
+from app.errors import counted
 from app.policies.builtin import BUILT_IN
 from app.policies.diagnostics import Diagnostic, Findings, Span, suggest
 from app.policies.expr import Operation, parse_expression, parse_operation, show, show_operation
@@ -247,4 +248,4 @@ def _step_keys(chain: list[Document], steps: int, found: Findings) -> None:
     for document in chain:
         for key, span in document.step_keys.items():
             if key.isdigit() and int(key) > steps:
-                found.add("W006", span, f"the deployment has no step {key}", f"it has {steps} steps")
+                found.add("W006", span, f"the deployment has no step {key}", f"it has {counted(steps, 'step')}")

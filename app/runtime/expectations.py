@@ -21,7 +21,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from app.config import read_small
 from app.core import Context, History, HistoryIds, Ranked, Request, TokenIds
-from app.errors import InvalidRequest, Rejected, WidebeamError
+from app.errors import InvalidRequest, Rejected, WidebeamError, counted
 from app.policies.compile import compile_policy
 from app.policies.plan import Plan
 from app.policies.source import Source
@@ -180,7 +180,7 @@ def read_asked(data: bytes) -> tuple[Asked, ...]:
     """Request bodies to record, one JSON object a line. Raises Rejected with the line."""
     lines = [line for line in data.splitlines() if line.strip()]
     if not 1 <= len(lines) <= MAX_CASES:
-        raise Rejected("canary_invalid", f"{len(lines)} requests; 1 to {MAX_CASES} are possible")
+        raise Rejected("canary_invalid", f"{counted(len(lines), 'request')}; 1 to {MAX_CASES} are possible")
     return tuple(_decoded(line, n, Asked) for n, line in enumerate(lines, 1))
 
 
@@ -191,7 +191,7 @@ def difference(wanted: Sequence[Wanted], found: Sequence[Wanted], tolerance: flo
     lies at the cut.
     """
     if len(wanted) != len(found):
-        return f"{len(found)} items, {len(wanted)} are recorded"
+        return f"{counted(len(found), 'item')}, {len(wanted)} are recorded"
     for place, (one, other) in enumerate(zip(wanted, found, strict=True), 1):
         if abs(one.score - other.score) > tolerance:
             said = f"{other.id!r} with score {other.score:.6g}; {one.id!r} with {one.score:.6g} is recorded"

@@ -11,6 +11,7 @@ import torch
 
 from app.config import Deployment
 from app.core import ExplainedItem, Request
+from app.errors import counted
 from app.policies.cases import RequestCase
 from app.policies.diagnostics import Span
 from app.policies.plan import Plan
@@ -105,7 +106,11 @@ def _unmet(case: RequestCase, tried: Tried, told: Mapping[str, str]) -> Iterator
             if one in have:
                 yield case.absent.span, f"{one} is at place {have.index(one) + 1}", ""
     if case.least is not None and len(have) < case.least.value:
-        yield case.least.span, f"the list has {len(have)} items, at least {case.least.value} are expected", ""
+        yield (
+            case.least.span,
+            f"the list has {counted(len(have), 'item')}, at least {case.least.value} are expected",
+            "",
+        )
     if case.status is not None and case.status.value != tried.status:
         yield case.status.span, f"the status is {tried.status}, expected {case.status.value}", ""
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from app.errors import Rejected
+from app.errors import Rejected, counted
 from app.vocab.arrays import from_bytes, to_bytes
 from app.vocab.findings import some, within
 from app.vocab.items import MAX_ID, Column, Ids, Numbers, Strings, Table, Texts
@@ -107,7 +107,7 @@ def _table(arrays: dict[str, npt.NDArray[Any]], metadata: Metadata) -> Table:
     _note(found, lambda: check_codes(codes, metadata.sizes))
     ids = _note(found, lambda: _strings(arrays, "id", longest=MAX_ID))
     if ids is not None and len(ids) != items:
-        found.append(_bad(f"{len(ids)} ids for {items} SIDs", "id.start"))
+        found.append(_bad(f"{counted(len(ids), 'id')} for {counted(items, 'SID')}", "id.start"))
     columns: dict[str, Column] = {}
     for k, name in enumerate(metadata.attributes):
         column = _note(found, partial(_column, arrays, f"attr.{k}", items))

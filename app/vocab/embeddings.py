@@ -10,7 +10,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 
-from app.errors import Rejected
+from app.errors import Rejected, counted
 from app.vocab.formats.npy import load_array, read_ids
 
 
@@ -27,7 +27,9 @@ def read_embeddings(path: Path, ids: Path | None, tensor: str | None) -> tuple[n
     names = read_ids(ids) if ids else list(map(str, range(len(points))))
     if len(names) != len(points):
         raise Rejected(
-            "ids_count", f"{len(names)} ids for {len(points)} embeddings", location=ids.name if ids else None
+            "ids_count",
+            f"{counted(len(names), 'id')} for {counted(len(points), 'embedding')}",
+            location=ids.name if ids else None,
         )
     return points, names
 

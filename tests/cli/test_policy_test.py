@@ -111,7 +111,7 @@ def test_another_folder_is_tested_with_its_own_policies(root):
     (folder / "base.yaml").write_text("widebeam: 1\nwidths: [1, 1, 1]\n")
     result = run(folder, "--root", root)
     assert result.exit_code == 1
-    assert "the list has 1 items, at least 3 are expected" in result.stdout
+    assert "the list has 1 item, at least 3 are expected" in result.stdout
     assert run("--root", root).exit_code == 0
 
 

@@ -146,7 +146,7 @@ def test_build_refuses_more_items_than_sids_and_too_few_ids(root: Path) -> None:
     assert "33 items do not fit into the 32 SIDs" in str(refusal("build", root / "points.npy", "--root", root))
     (root / "ids.txt").write_text("a\n")
     error = refusal("build", root / "points.npy", "--ids", root / "ids.txt", "--root", root)
-    assert str(error) == "ids.txt: 1 ids for 33 embeddings"
+    assert str(error) == "ids.txt: 1 id for 33 embeddings"
 
 
 def test_inspect_says_what_is_there(root: Path) -> None:

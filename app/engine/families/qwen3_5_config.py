@@ -16,7 +16,7 @@ from torch import Tensor
 from app.engine.families.base import fields_of
 from app.engine.families.qwen_moe import expert_parts, read_experts
 from app.engine.moe import Routing
-from app.errors import Rejected
+from app.errors import Rejected, counted
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Layers = Annotated[int, Meta(ge=1, le=4096)]  # modules are made of every one before a tensor is looked for
@@ -281,7 +281,7 @@ def _kinds(raw: RawConfig, place: str) -> tuple[str, ...]:
     if raw.layer_types is None:
         return tuple(LINEAR if (i + 1) % every else FULL for i in layers)
     if len(raw.layer_types) != raw.num_hidden_layers:
-        message = f"{len(raw.layer_types)} entries for {raw.num_hidden_layers} layers"
+        message = f"{counted(len(raw.layer_types), 'entry', 'entries')} for {counted(raw.num_hidden_layers, 'layer')}"
         raise _bad(f"{place}layer_types", message, code="bad_config")
     if unknown := set(raw.layer_types) - {LINEAR, FULL}:
         raise _bad(f"{place}layer_types", f"`{min(unknown)}` is not served")

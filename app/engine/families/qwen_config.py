@@ -15,7 +15,7 @@ from torch import Tensor
 from app.engine.families.base import fields_of
 from app.engine.families.qwen_moe import expert_parts, read_experts
 from app.engine.moe import Routing
-from app.errors import Rejected
+from app.errors import Rejected, counted
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Layers = Annotated[int, Meta(ge=1, le=4096)]  # modules are made of every one before a tensor is looked for
@@ -189,7 +189,8 @@ def _check_positions(raw: RawConfig, positions: int) -> None:
         sliding = raw.use_sliding_window and raw.max_window_layers < raw.num_hidden_layers
         field = "use_sliding_window"
     elif len(kinds) != raw.num_hidden_layers:
-        raise _bad("layer_types", f"{len(kinds)} entries for {raw.num_hidden_layers} layers", code="bad_config")
+        message = f"{counted(len(kinds), 'entry', 'entries')} for {counted(raw.num_hidden_layers, 'layer')}"
+        raise _bad("layer_types", message, code="bad_config")
     elif unknown := set(kinds) - {_FULL, _SLIDING}:
         raise _bad("layer_types", f"`{min(unknown)}` is not served")
     else:

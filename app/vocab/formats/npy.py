@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from app.errors import Rejected
+from app.errors import Rejected, counted
 from app.vocab.formats.source import Block, Source, pieces
 
 BLOCK = 1 << 16
@@ -34,7 +34,10 @@ def read(source: Source) -> Iterator[Block]:
         raise source.refuse("codes_shape", message)
     ids = read_ids(source.ids) if source.ids else None
     if ids is not None and len(ids) != len(codes):
-        raise source.refuse("ids_count", f"{len(ids)} ids in {source.ids and source.ids.name} for {len(codes)} rows")
+        raise source.refuse(
+            "ids_count",
+            f"{counted(len(ids), 'id')} in {source.ids and source.ids.name} for {counted(len(codes), 'row')}",
+        )
     for begin in range(0, len(codes), BLOCK):
         part = codes[begin : begin + BLOCK]
         yield Block(ids[begin : begin + BLOCK] if ids else [str(begin + i) for i in range(len(part))], part)

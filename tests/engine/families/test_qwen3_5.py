@@ -396,7 +396,7 @@ REFUSED = [
     ("qwen3_5_text", {"num_key_value_heads": 3}, "num_key_value_heads", "4 query heads are not a multiple of 3"),
     ("qwen3_5_text", {"linear_num_key_heads": 3}, "linear_num_key_heads", "4 value heads are not a multiple of 3"),
     ("qwen3_5_text", {"max_position_embeddings": 26}, "max_position_embeddings", "take 27"),
-    ("qwen3_5_text", {"layer_types": ["linear_attention"]}, "layer_types", "1 entries for 3 layers"),
+    ("qwen3_5_text", {"layer_types": ["linear_attention"]}, "layer_types", "1 entry for 3 layers"),
     ("qwen3_5_text", {"layer_types": ["sliding_attention"] * 3}, "layer_types", "`sliding_attention` is not served"),
     ("qwen3_5_text", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type", "`yarn`"),
     ("qwen3_5_text", {"rope_parameters": {"beta": 1}}, "rope_parameters.beta", "not known"),

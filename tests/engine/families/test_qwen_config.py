@@ -61,7 +61,7 @@ FAULTS = [
     ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "layer_types", "window of 8"),
     ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}, "layer_types", "window of None"),
     ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types", "`linear_attention` is not served"),
-    ({"layer_types": ["full_attention"]}, "layer_types", "1 entries for 2 layers"),
+    ({"layer_types": ["full_attention"]}, "layer_types", "1 entry for 2 layers"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "`yarn`"),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type", "`dynamic`"),
     ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "rope_parameters.rope_type", "`llama3`"),
