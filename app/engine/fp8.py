@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from app.engine.families.base import Family
 from app.errors import Rejected
-from app.ops import fp8
+from app.ops import fp8, grouped
 from app.ops.fp8 import FP8, EightBits
 from app.ops.gated import gated
 from app.ops.norm import rms_norm
@@ -135,6 +135,29 @@ def normed_after(x: Tensor, y: Tensor, weight: Tensor | Quantised, norm: nn.RMSN
         rows = fp8.quantise_normed(x, norm.weight, norm.eps, weight.product(y))
         return cast(Tensor, QuantisedRows(rows))
     return normed_for(x.addmm_(y, weight.t()), norm, *weights)  # type: ignore[arg-type]
+
+
+def dispatched_for(x: Tensor, expert: Tensor, experts: int, weight: Tensor | Quantised) -> grouped.Dispatched:
+    """`grouped.dispatch`, its rows to be multiplied by `grouped_for` with `weight`: rows in 8 bits are made before they
+    are spread."""
+    if not isinstance(weight, Quantised):
+        return grouped.dispatch(x, expert, experts)
+    q, scale = fp8.quantise_rows(x)
+    sent = grouped.dispatch(q.view(torch.bfloat16), expert, experts)  # two numbers in one
+    each = scale.unsqueeze(1).expand_as(expert).reshape(-1)
+    scales = torch.empty_like(each).scatter_(0, sent.place.flatten().long(), each)
+    rows = EightBits(sent.x.view(FP8), scales)
+    return sent._replace(x=cast(Tensor, QuantisedRows(rows)))
+
+
+def grouped_for(rows: Tensor, weight: Tensor | Quantised, ends: Tensor) -> Tensor:
+    """`grouped.product` of rows by expert with the matrices of all experts, one behind the other: [E * M, K]."""
+    experts = ends.shape[0]
+    if not isinstance(weight, Quantised):
+        return grouped.product(rows, weight.view(experts, -1, weight.shape[1]), ends)
+    own = rows.rows if isinstance(rows, QuantisedRows) else EightBits(*fp8.quantise_rows(rows))
+    matrices = weight.data.view(experts, -1, weight.data.shape[1])
+    return fp8.grouped_linear(own, matrices, weight.scale.view(experts, -1), ends)
 
 
 class _Transposed:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from app.engine.fp8 import gated_for
+from app.engine.fp8 import UNIT, dispatched_for, gated_for, grouped_for
 from app.ops import grouped
-from app.ops.gated import gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,6 @@ class Mixture(nn.Module):
     shared_down: nn.Parameter
     shared_weight: nn.Parameter
 
-    PROJECTIONS: ClassVar = ("shared_gate_up", "shared_down")
-    """See `Family.projections`."""
-
     def __init__(self, of: Routing, width: int) -> None:
         super().__init__()
         self.of = of
@@ -107,17 +103,23 @@ class Mixture(nn.Module):
             whole = None if own is None else torch.empty(sum(piece.height for piece in own), *own[0].shape[1:])
             self.register_parameter(name, None if whole is None else nn.Parameter(whole))
 
+    def projections(self) -> tuple[str, ...]:
+        """See `Family.projections`: of the shared experts, and of the others where each one's sizes are whole units."""
+        shared = ("shared_gate_up", "shared_down") if self.of.shared else ()
+        whole = self.of.hidden % UNIT == 0 and self.router.shape[1] % UNIT == 0
+        return (*(("gate_up", "down") if whole else ()), *shared)
+
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
         """x, onto [N, d] -> onto plus what the experts give for x [N, d]; onto's memory is written. The number of rows
         alone decides the shapes; nothing is read on the host."""
-        of, width = self.of, x.shape[1]
+        of = self.of
         logits = functional.linear(x, self.router)[:, : of.experts]
         expert, weight = grouped.choose(
             logits, self.bias, of.top, sigmoid=of.sigmoid, normalise=of.normalise, factor=of.factor
         )
-        rows = grouped.dispatch(x, expert, of.experts)
-        gate, up = grouped.product(rows.x, self.gate_up.view(of.experts, -1, width), rows.ends).chunk(2, 1)
-        y = grouped.product(gated(gate, up), self.down.view(of.experts, width, -1), rows.ends)
+        rows = dispatched_for(x, expert, of.experts, self.gate_up)
+        gate, up = grouped_for(rows.x, self.gate_up, rows.ends).chunk(2, 1)
+        y = grouped_for(gated_for(gate, up, self.down), self.down, rows.ends)
         return grouped.combine(y, rows.place, weight, self._shared(x, onto))
 
     def _shared(self, x: Tensor, onto: Tensor) -> Tensor:

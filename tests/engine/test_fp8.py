@@ -30,9 +30,10 @@ SIZES = (4, 5, 6)
 LIMITS = Limits(widths=(16,) * 3, rows=64, batch=4, context=24)
 
 
-def onerec(directory):
+def onerec(directory, **changes):
     """A random onerec all of whose projections have sizes that are multiples of 16."""
-    config = support.onerec_config(SIZES, d_model=32, heads=2, head_dim=16, cross_groups=2, self_groups=1, ffn=48)
+    sizes = {"d_model": 32, "heads": 2, "head_dim": 16, "cross_groups": 2, "self_groups": 1, "ffn": 48}
+    config = support.onerec_config(SIZES, **sizes, **changes)
     weights = support.onerec_weights(config)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -51,9 +52,12 @@ def built(directory, kind, sid, dtype=torch.bfloat16):
 
 
 def models(tmp_path):
-    """A model of each dense family: (directory, kind, sid)."""
+    """A model of each dense family, with experts and without: (directory, kind, sid)."""
+    experts, all_of_them = {"routed": 5, "top": 5, "hidden": 32, "shared": 1, "dense": 1}, {"num_experts_per_tok": 4}
     return [
         (onerec(tmp_path / "onerec"), "onerec", SidConfig(sizes=SIZES)),
+        (onerec(tmp_path / "onerec_experts", experts=experts), "onerec", SidConfig(sizes=SIZES)),
+        (tiny.write(tmp_path / "moe", "qwen3_moe", **WIDE, **all_of_them, moe_intermediate_size=32), "qwen3", tiny.SID),
         (tiny.write(tmp_path / "qwen3", **WIDE), "qwen3", tiny.SID),
         (tiny.write(tmp_path / "qwen2", "qwen2", **WIDE), "qwen2", tiny.SID),
     ]
@@ -94,7 +98,7 @@ def encoded(engine, tokens):
 
 
 def test_what_a_family_computes_is_close_to_float32_and_not_equal_to_bfloat16(tmp_path):
-    for directory, kind, sid in models(tmp_path)[1:]:
+    for directory, kind, sid in models(tmp_path)[2:]:
         exact, half, eight = (
             encoded(loaded(directory, kind, sid, p, tiny.LIMITS), (3, 4, 5)) for p in ("float32", "bfloat16", "fp8")
         )

@@ -13,9 +13,11 @@ from torch.nn.functional import linear, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.engine.facts import weight_facts
+from app.engine.fp8 import install
 from app.engine.moe import Mixture, Routing, pieces
 from app.engine.slots import Slots
 from app.errors import Rejected
+from app.ops.fp8 import quantise_rows
 from tests.engine import hybrid, tiny
 
 WIDTH = 16
@@ -74,6 +76,23 @@ def test_it_is_the_sum_of_its_experts(of, rows, seed):
     x, onto = (torch.randn(rows, WIDTH, generator=generator) for _ in range(2))
     expected = onto.double() + by_definition(part, x)
     torch.testing.assert_close(part(x, onto).double(), expected, rtol=2e-5, atol=2e-5 * 16)
+
+
+def test_in_8_bits_rows_are_rounded_once_and_go_to_the_same_experts():
+    of = Routing(5, 2, 32, shared=16)
+    part = mixture(of).bfloat16()
+    x, onto = (torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (1, 2))
+    expected = by_definition(part, x)
+    for name in part.projections():
+        install(part, name, *quantise_rows(getattr(part, name)))
+    apart = part(x, onto.clone()).double() - onto.double() - expected
+    assert apart.norm() < 0.08 * expected.norm()
+    assert apart.norm() > 0.005 * expected.norm(), "it is in 8 bits"
+
+
+def test_experts_that_are_no_whole_units_stay_as_they_are():
+    assert mixture(Routing(5, 2, 12, shared=16)).projections() == ("shared_gate_up", "shared_down")
+    assert mixture(Routing(5, 2, 32)).projections() == ("gate_up", "down")
 
 
 def test_its_pieces_are_its_parameters():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from app.engine.fp8 import install
+from app.engine.moe import Mixture, Routing
 from app.ops import fp8
 from app.ops.fp8 import reference
 from app.ops.gated import gated
@@ -87,6 +89,40 @@ def test_a_product_is_the_emulations_up_to_its_sums(sizes, bias):
     # tensor cores keep 14 bits of an unfinished sum, to which they add 32 products at a time
     bound = 2.0**-7 * expected.abs() + 2.0**-9 + 2.0**-13 * k**0.5 * k / 32
     assert (apart <= bound).all(), (apart / bound).max()
+
+
+@pytest.mark.parametrize("sizes", [(5, 53, 64, 96), (700, 8, 192, 128), (49152, 53, 1408, 2816)])
+def test_rows_by_group_are_multiplied_as_matrix_by_matrix(sizes):
+    n, groups, k, m = sizes
+    owner = torch.randint(0, groups - 1, (n,), device=DEVICE).sort().values
+    ends = owner.bincount(minlength=groups).cumsum(0).to(torch.int32)
+    weight, scale = fp8.quantise_rows(torch.randn(groups * m, k, device=DEVICE))
+    rows = fp8.EightBits(*fp8.quantise_rows(torch.randn(n, k, device=DEVICE).bfloat16()))
+    found = fp8.grouped_linear(rows, weight.view(groups, m, k), scale.view(groups, m), ends)
+    for group in range(0, groups, 7):
+        mine = owner == group
+        own = fp8.EightBits(rows.q[mine], rows.scale[mine])
+        expected = fp8.linear(own, weight[group * m : group * m + m], scale[group * m : group * m + m])
+        bound = 2.0**-7 * expected.float().abs() + 2.0**-9 + 2.0**-13 * k**0.5 * k / 32
+        assert bool(((found[mine].float() - expected.float()).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_mixture_in_8_bits_is_captured_and_near_the_one_in_bfloat16(experts):
+    part = Mixture(Routing(9, 3, 64, shared=64 if experts else 0), 128).to(DEVICE, torch.bfloat16)
+    for parameter in part.parameters():
+        parameter.requires_grad_(requires_grad=False).normal_().mul_(parameter.shape[-1] ** -0.5)
+    x, zero = torch.randn(700, 128, device=DEVICE).bfloat16(), torch.zeros(700, 128, device=DEVICE).bfloat16()
+    expected = part(x, zero.clone()).float()
+    for name in part.projections():
+        install(part, name, *fp8.quantise_rows(getattr(part, name)))
+    part(x, zero.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = part(x, zero.clone())
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (found.float() - expected).norm() < 0.1 * expected.norm()
 
 
 def test_a_product_is_captured_into_a_cuda_graph():

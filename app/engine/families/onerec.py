@@ -376,7 +376,7 @@ class OneRec(Family):
         ]
         shared = [
             f"{name}.{leaf}" for name, part in self.named_modules() if isinstance(part, Experts)
-            for leaf in Mixture.PROJECTIONS if getattr(part, leaf) is not None
+            for leaf in part.projections()
         ]  # fmt: skip
         return (*blocks, *shared, "processor.project.weight")
 

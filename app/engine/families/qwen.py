@@ -90,12 +90,13 @@ class Qwen(TokenModel):
 
     def projections(self) -> tuple[str, ...]:
         """See `Family.projections`."""
-        return tuple(
-            f"blocks.{i}.{name}"
-            for i, block in enumerate(self.blocks)
-            for name in ("qkv", "out", "gate_up", "down", *(f"experts.{name}" for name in Mixture.PROJECTIONS))
-            if name in dict(block.named_parameters())
-        )
+        found: list[str] = []
+        for i, block in enumerate(self._blocks()):
+            own = dict(block.named_parameters())
+            found += [f"blocks.{i}.{name}" for name in ("qkv", "out", "gate_up", "down") if name in own]
+            if block.experts is not None:
+                found += [f"blocks.{i}.experts.{name}" for name in block.experts.projections()]
+        return tuple(found)
 
     def ignored(self) -> tuple[str, ...]:
         """See `Family.ignored`: old exporters wrote the rotary frequencies, which config.json gives."""

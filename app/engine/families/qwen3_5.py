@@ -22,7 +22,6 @@ from app.engine.families.base import Binding, ModelFiles
 from app.engine.families.qwen3_5_blocks import Block, FullBlock, LinearBlock, Prompts, State, Step, centred_norm
 from app.engine.families.qwen3_5_config import LINEAR, HybridConfig, block_parts, read_config
 from app.engine.families.token_model import TokenModel
-from app.engine.moe import Mixture
 from app.engine.tokens import Ids, sid_tokens
 from app.ops.gdn import plan_chunks
 
@@ -87,12 +86,13 @@ class Qwen35(TokenModel):
 
     def projections(self) -> tuple[str, ...]:
         """See `Family.projections`."""
-        return tuple(
-            f"blocks.{i}.{name}"
-            for i, block in enumerate(self.blocks)
-            for name in ("qkv", "qkvz", "out", "gate_up", "down", *(f"experts.{name}" for name in Mixture.PROJECTIONS))
-            if name in dict(block.named_parameters())
-        )
+        found: list[str] = []
+        for i, block in enumerate(self._blocks()):
+            own = dict(block.named_parameters())
+            found += [f"blocks.{i}.{name}" for name in ("qkv", "qkvz", "out", "gate_up", "down") if name in own]
+            if block.experts is not None:
+                found += [f"blocks.{i}.experts.{name}" for name in block.experts.projections()]
+        return tuple(found)
 
     def ignored(self) -> tuple[str, ...]:
         """See `Family.ignored`."""

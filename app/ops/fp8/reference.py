@@ -46,3 +46,14 @@ def linear(q: Tensor, own: Tensor, weight: Tensor, scale: Tensor, bias: Tensor |
     float32 and is rounded once to `dtype`, after the scales and the bias [M]."""
     out = torch.mm(q.float(), weight.float().t()) * (own.unsqueeze(1) * scale)
     return (out if bias is None else out + bias.float()).to(dtype)
+
+
+def grouped_linear(q: Tensor, own: Tensor, weight: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+    """`linear` in bfloat16 with a matrix for each group of rows: weight [E, M, K], scale [E, M]; group e has rows
+    ends[e - 1] .. ends[e], ends [E] int32, which are read on the host."""
+    out, first = torch.empty(q.shape[0], weight.shape[1], dtype=torch.bfloat16, device=q.device), 0
+    for matrix, factor, last in zip(weight, scale, ends.tolist(), strict=True):
+        if last > first:
+            out[first:last] = linear(q[first:last], own[first:last], matrix, factor, None, out.dtype)
+        first = last
+    return out

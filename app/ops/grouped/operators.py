@@ -61,8 +61,8 @@ def unfit(device: torch.device, dtype: torch.dtype, inputs: int, outputs: int) -
     can, and for a CPU."""
     if device.type == "cpu":
         return None
-    if not cuda.nvidia(device) or torch.cuda.get_device_capability(device) < (9, 0):
-        return f"grouped products need an NVIDIA GPU of compute capability 9.0, {device} is none"
+    if not cuda.nvidia(device) or torch.cuda.get_device_capability(device)[0] not in {9, 10}:
+        return f"grouped products need an NVIDIA GPU of compute capability 9 or 10, {device} is none"
     if dtype != torch.bfloat16:
         return f"{dtype}; grouped products are in bfloat16"
     return None if inputs % _PIECE == outputs % _PIECE == 0 else f"[{outputs}, {inputs}] is not in pieces of 16 bytes"

@@ -100,6 +100,20 @@ def test_a_gate_and_a_norm_in_8_bits_are_those_quantised():
     assert torch.equal(both, kept)
 
 
+def test_rows_by_group_are_each_multiplied_by_the_matrix_of_their_group():
+    made = torch.Generator().manual_seed(1)
+    weight, scale = fp8.quantise_rows(torch.randn(4 * 32, 48, generator=made))
+    rows = fp8.EightBits(*fp8.quantise_rows(torch.randn(9, 48, generator=made).bfloat16()))
+    ends = torch.tensor([2, 2, 8, 9], dtype=torch.int32)
+    found = fp8.grouped_linear(rows, weight.view(4, 32, 48), scale.view(4, 32), ends)
+    assert found.dtype == torch.bfloat16
+    for row, group in enumerate([0, 0, 2, 2, 2, 2, 2, 2, 3]):
+        own = fp8.EightBits(rows.q[row : row + 1], rows.scale[row : row + 1])
+        matrix = slice(32 * group, 32 * group + 32)
+        expected = fp8.linear(own, weight[matrix], scale[matrix])
+        torch.testing.assert_close(found[row : row + 1], expected, rtol=2**-7, atol=1e-4)
+
+
 def test_rows_that_are_in_8_bits_already_give_the_same_product():
     made = torch.Generator().manual_seed(1)
     x = torch.randn(5, 48, generator=made).bfloat16()
