@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from app.ops import cuda, fp8, grouped, selection, trie
 from app.ops.attention import context
 from app.ops.attention import launch as attention_launch
-from app.ops.builds import GPUS, Needs, by_torch, needed, sources
+from app.ops.builds import GPUS, Needs, by_torch, needed, of_expressions, sources
 from app.ops.cuda import Build, Kernel
 from app.ops.gated import gated
 from app.ops.gdn import around
@@ -41,6 +41,9 @@ def asked():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "load", load)
+        patch.setattr(
+            cuda, "entry", lambda build, name, device, memory=0: found.append(build) or Kernel(None, 0, memory)
+        )
         patch.setattr(cuda, "unfit", lambda _: None)
         patch.setattr(Kernel, "launch", lambda *_: None)
         patch.setattr(launch, "limits", limits)
@@ -85,6 +88,44 @@ def test_selection_from_logits_asks_for_nothing_else(
         mask=mask, norm=torch.empty(n) if normalize == "given" else None,
     )  # fmt: skip
     assert missing(asked, dtype) == set()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    arch=st.sampled_from(sorted(GPUS)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    requests=st.integers(1, BATCH),
+    widest=st.integers(1, WIDTH),
+    keep=st.integers(1, WIDTH),
+    codes=st.sampled_from(SIZES),
+    normalize=st.sampled_from(["step", "valid", "none", "given"]),
+    masked=st.booleans(),
+)
+def test_ranks_by_expressions_ask_for_what_their_policy_added(
+    asked, arch, dtype, requests, widest, keep, codes, normalize, masked
+):
+    asked.arch = arch
+    starts = [0, widest, *range(widest + 1, widest + requests)]
+    n, kept = starts[-1], [keep] * requests
+    logits = torch.empty(n, codes, dtype=dtype)
+    text = "#define RANK_NORMED 1\n"
+    given = {"normalize": normalize, "definitions": text}
+    if not selection.one_read(logits, starts, kept):
+        assert not selection.ranked_ready(logits, starts, kept, **given)
+        return
+    assert not selection.ranked_ready(logits, starts, kept, **given)
+    mask = torch.empty(n, (codes + 31) // 32 * 4, dtype=torch.uint8) if masked else None
+    chosen, broken = selection.select_ranked(
+        logits, torch.empty(n), torch.empty(n, dtype=torch.int64), starts, kept, normalize=normalize, mask=mask,
+        norm=torch.empty(n), ranked=selection.Ranked(text, torch.empty(n, 2), (torch.empty(n, codes),)),
+    )  # fmt: skip
+    assert (len(chosen.code), len(broken)) == (requests * keep, n)
+    needs = Needs(dtype, frozenset(), frozenset(), SIZES, WIDTH, BATCH)
+    assert set(asked.builds) <= set(of_expressions(needs, arch, [(codes, normalize, text)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "is_ready", lambda build, _: build in asked.builds)
+        assert selection.ranked_ready(logits, starts, kept, **given)
+    asked.builds.clear()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -22,6 +22,7 @@ from app.runtime.metrics import Metrics
 from app.vocab.manifest import FILE as MANIFEST
 from app.vocab.manifest import verify
 from tests import support
+from tests.policies.contracts import plan_of
 
 HERE = {"torch": "2.11.0+cu130", "triton": "3.6.0", "cupy": "14.2.0", "nvrtc": "13.0"}
 
@@ -231,3 +232,26 @@ def test_compilations_are_a_metric():
     metrics = Metrics()
     metrics.kernel_compilations(lambda: 7)
     assert b"\nwidebeam_kernel_compilations_total 7.0\n" in metrics.render()
+
+
+@pytest.fixture(scope="module")
+def plans(deployed):
+    lines = ("score: parent + 0.5 * logp", "rank: score * 2", "score: parent + logp", "rank: score - sibling")
+    return [plan_of(f"widebeam: 1\nsteps:\n  all:\n    {line}\n", deployed[1]) for line in lines]
+
+
+def test_what_policies_add_is_compiled_once_and_what_fails_is_logged(deployed, plans, tmp_path, gpu, monkeypatch):
+    contract, stream = deployed[1], BytesIO()
+    engines = Engines(tmp_path, Metrics(), make_log(stream, "info"))
+    engines.prepare_plans(contract, torch.device("cpu"), plans)
+    texts = {one.given for one in gpu}
+    assert texts == {plan.structure.steps[0].generated.definitions for plan in plans[:2]}
+
+    def broken(*_):
+        raise RuntimeError("no such function")
+
+    monkeypatch.setattr(cuda, "ready", broken)
+    engines.prepare_plans(contract, torch.device("cpu"), plans)
+    log = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert events(log) == ["kernels_compiled", "kernels_failed"]
+    assert log[0]["modules"] == len(gpu)
