@@ -32,7 +32,8 @@ def workspace(
     """Bytes. functions: what an export has found · sizes: C_1..C_L
 
     arena_bytes      one lane's arena, allocated once: `request_bytes` for each of limits.batch requests, and
-    row_slot_bytes   for each of limits.rows row slots of every step but the last
+    row_slot_bytes   for each of limits.rows row slots of every step but the last. Where contexts are encoded beside a
+                     decode (`runtime.context_lane`) the requests' part is there a second time
     logits_bytes     logits of the step that has most, all its rows; None where the export does not know their dtype
     selection_bytes  the most that an exact top K holds beside ranks and candidates, with every code a candidate, where
                      torch computes it; the CUDA kernels need less
