@@ -9,6 +9,7 @@ product    one matrix alone: rows in bfloat16, with the residual added (`addmm`)
 rows       what makes the rows of a product: gate and norm in bfloat16, in 8 bits in two kernels, and in one
 layer      all products and rows of a decoder block without its attention, as the family computes them
 experts    a mixture part by part, against torch's operators for it, and the dense product of as many FLOP
+mixture    all of it, with its router and its shared expert
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.nn import functional
 from app.engine.families.onerec import Feed, Projections
 from app.engine.families.onerec_config import HistoryConfig, OneRecConfig
 from app.engine.fp8 import install, normed_for
+from app.engine.moe import Mixture, Routing
 from app.ops import fp8, grouped
 from app.ops.gated import gated
 from app.ops.grouped import reference
@@ -197,6 +199,20 @@ def experts() -> Iterator[Row]:
         yield {"part": name, "ms": ms, "tflops": flop / ms / 1e9 if flop else None, "largest_group": most}
 
 
+def mixtures() -> Iterator[Row]:
+    """The whole mixture with its router and shared expert, as a block calls it."""
+    flop = 2 * ROWS * (3 * WIDE * HIDDEN * (CHOSEN + 1) + WIDE * EXPERTS)
+    for eight in (False, True):
+        part = Mixture(Routing(EXPERTS, CHOSEN, HIDDEN, shared=HIDDEN), WIDE).to("cuda", torch.bfloat16)
+        for parameter in part.parameters():
+            parameter.requires_grad_(requires_grad=False).normal_().mul_(parameter.shape[1] ** -0.5)
+        for name in part.projections() if eight else ():
+            install(part, name, *fp8.quantise_rows(getattr(part, name)))
+        x, onto = normal(ROWS, WIDE), normal(ROWS, WIDE)
+        ms = graph_time([lambda part=part, x=x, onto=onto: part(x, onto)])
+        yield {"mixture": "fp8" if eight else "bf16", "ms": ms, "tflops": flop / ms / 1e9}
+
+
 def shown(row: Row) -> str:
     """A line of the table."""
     flat = {}
@@ -214,7 +230,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(1)
     tables: dict[str, list[Row]] = {}
-    for name, table in (("experts", experts), ("products", products), ("rows", rows), ("layers", layers)):
+    parts = {"experts": experts, "mixtures": mixtures, "products": products, "rows": rows, "layers": layers}
+    for name, table in parts.items():
         tables[name] = []
         for row in table():
             tables[name].append(row)

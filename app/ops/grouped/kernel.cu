@@ -11,7 +11,8 @@
 #define THREADS 256
 #define WARPS (THREADS / 32)
 #define EXPERTS 512
-#define ROWS 64  // of a block that counts or spreads
+#define ROWS 64    // of a block that counts or arranges
+#define AT_ONCE 4  // rows that a thread of combine loads before it adds them
 #define NOT_A_NUMBER 0xffffffffu
 
 __device__ __forceinline__ float number(const u16* p) {
@@ -125,10 +126,9 @@ __device__ __forceinline__ void starts(const int* counts, int blocks, int E, int
     }
 }
 
-// place [n, k] and ends [E] of a stable sort by expert, and the rows x [n, d] at their places in out [n * k, d].
-extern "C" __global__ void __launch_bounds__(THREADS) spread(
-    const u16* x, i64 stride, const int* expert, const int* counts, int* place, int* ends, u16* out, i64 n, i64 experts,
-    i64 k, i64 pieces) {
+// place [n, k] and ends [E] of a stable sort by expert.
+extern "C" __global__ void __launch_bounds__(THREADS) arrange(
+    const int* expert, const int* counts, int* place, int* ends, i64 n, i64 experts, i64 k) {
     __shared__ int start[EXPERTS], seen[WARPS][EXPERTS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, E = (int)experts;
     const i64 row0 = (i64)blockIdx.x * ROWS, rows = n - row0 < ROWS ? n - row0 : ROWS;
@@ -157,15 +157,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) spread(
         if (e >= 0 && lane == __ffs(same) - 1) seen[warp][e] += __popc(same);
         __syncwarp();
     }
-    __syncthreads();
-    for (i64 r = warp; r < rows; r += WARPS) {
-        const int* to = place + (row0 + r) * k;
-        const u16* from = x + (row0 + r) * stride;
-        for (i64 p = lane; p < pieces; p += 32) {
-            const uint4 piece = load_once(from + p * 8);
-            for (int j = 0; j < k; j++) store(out + (to[j] * pieces + p) * 8, piece);
-        }
-    }
+}
+
+// The rows x [n, d] at their places in out [n * k, d].
+extern "C" __global__ void __launch_bounds__(THREADS)
+spread(const u16* x, i64 stride, const int* place, u16* out, i64 n, i64 k, i64 pieces) {
+    const i64 at = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (at >= n * pieces) return;
+    const i64 row = at / pieces, p = at - row * pieces;
+    const uint4 piece = load_once(x + row * stride + p * 8);
+    for (int j = 0; j < k; j++) store(out + (place[row * k + j] * pieces + p) * 8, piece);
 }
 
 // out[n] = sum over j of weight[n, j] * y[place[n, j]], in float32 and in this order, and onto[n] (which may be null) last.
@@ -175,14 +176,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(
     if (at >= n * pieces) return;
     const i64 row = at / pieces, p = at - row * pieces;
     float total[8] = {0, 0, 0, 0, 0, 0, 0, 0}, v[8];
-    for (int j = 0; j < k; j++) {
-        const float w = weight[row * k + j];
-        unpack8(load_once(y + (place[row * k + j] * pieces + p) * 8), v);
+    const uint4 last = onto ? load_once(onto + row * onto_row + p * 8) : make_uint4(0, 0, 0, 0);
+    for (int first = 0; first < k; first += AT_ONCE) {
+        uint4 piece[AT_ONCE];
 #pragma unroll
-        for (int e = 0; e < 8; e++) total[e] = fmaf(w, v[e], total[e]);
+        for (int i = 0; i < AT_ONCE; i++)
+            if (first + i < k) piece[i] = load_once(y + (place[row * k + first + i] * pieces + p) * 8);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (first + i >= k) break;
+            const float w = weight[row * k + first + i];
+            unpack8(piece[i], v);
+#pragma unroll
+            for (int e = 0; e < 8; e++) total[e] = fmaf(w, v[e], total[e]);
+        }
     }
     if (onto) {
-        unpack8(load_once(onto + row * onto_row + p * 8), v);
+        unpack8(last, v);
 #pragma unroll
         for (int e = 0; e < 8; e++) total[e] += v[e];
     }

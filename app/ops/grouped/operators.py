@@ -105,8 +105,8 @@ def _choose(
 def _dispatch(x: Tensor, expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     (n, k), d = expert.shape, x.shape[1]
     count = _kernel(x, "count", experts, k) if _pieces(x) else None
-    spread = _kernel(x, "spread", experts, k)
-    if count is None or spread is None or not n:
+    arrange, spread = (_kernel(x, name, experts, k) for name in ("arrange", "spread"))
+    if count is None or arrange is None or spread is None or not n:
         row, place, ends = reference.arrange(expert, experts)
         return x[row], place, ends
     blocks = -(-n // _ROWS)
@@ -114,10 +114,13 @@ def _dispatch(x: Tensor, expert: Tensor, experts: int) -> tuple[Tensor, Tensor, 
     place, ends = torch.empty_like(expert), torch.empty(experts, dtype=torch.int32, device=x.device)
     out = torch.empty((n * k, d), dtype=x.dtype, device=x.device)
     count.launch(blocks, _THREADS, expert.data_ptr(), counts.data_ptr(), n * k, experts, k)
+    arrange.launch(
+        blocks, _THREADS, expert.data_ptr(), counts.data_ptr(), place.data_ptr(), ends.data_ptr(), n, experts, k
+    )
+    pieces = d // _PIECE
     spread.launch(
-        blocks, _THREADS, x.data_ptr(), x.stride(0), expert.data_ptr(), counts.data_ptr(), place.data_ptr(),
-        ends.data_ptr(), out.data_ptr(), n, experts, k, d // _PIECE,
-    )  # fmt: skip
+        -(-n * pieces // _THREADS), _THREADS, x.data_ptr(), x.stride(0), place.data_ptr(), out.data_ptr(), n, k, pieces
+    )
     return out, place, ends
 
 
