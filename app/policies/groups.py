@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from app.policies.expr import Compare, Expr, Field, Index, Name, Text, show
 from app.policies.facts import Facts
 from app.policies.plan import StepInputs
 
+MOST_PREFIXES = 2**40
+"""Prefixes that are numbered by their codes: with a code and a request the number stays in 64 bits."""
 Numbering = Callable[[StepInputs, Mapping[str, Tensor]], Tensor]
 
 
@@ -63,7 +66,7 @@ def group_of(node: Expr, step: int, sizes: tuple[int, ...], facts: Facts) -> Gro
             whole = base == "prefix" or index == 1
             depth = index if whole else None
             values = sizes[index - 1] if index == 1 or base == "token" else None
-            number = _prefix(index, step) if whole and index > 1 else _token(index, step)
+            number = _prefix(index, step, sizes) if whole and index > 1 else _token(index, step)
             return Group(text, depth, index < step, depth == step, True, values, number)
         case Field(space=space, name=name):
             column = facts[f"{space}.{name}"]
@@ -117,12 +120,22 @@ def _token(index: int, step: int) -> Numbering:
     return number
 
 
-def _prefix(index: int, step: int) -> Numbering:
+def _prefix(index: int, step: int, sizes: tuple[int, ...]) -> Numbering:
     def number(inputs: StepInputs, extra: Mapping[str, Tensor]) -> Tensor:
         del extra
         assert inputs.prefix is not None, "uses: prefix"
-        inverse: Tensor = torch.unique(inputs.prefix[:, :index], dim=0, return_inverse=True)[1]
-        rows = inverse[:, None]
+        rows = _numbered(inputs.prefix[:, :index].to(torch.int64), sizes)[:, None]
         return rows * inputs.logits.shape[1] + inputs.code if index == step else rows
 
+    return number
+
+
+def _numbered(prefix: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """[n] int64: equal for equal rows, and for no others; of codes 0 .. size - 1."""
+    if math.prod(sizes[: prefix.shape[1]]) >= MOST_PREFIXES:
+        inverse: Tensor = torch.unique(prefix, dim=0, return_inverse=True)[1]  # waits for the device
+        return inverse
+    number = torch.zeros(len(prefix), dtype=torch.int64, device=prefix.device)
+    for at, size in zip(range(prefix.shape[1]), sizes, strict=False):
+        number = number * size + prefix[:, at].clamp(min=0)  # a tombstone's codes are -1
     return number
