@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from app.core import StepOutput, Survivors
 from app.engine.cuda_graphs import CudaRecorder
 from app.engine.families.onerec import Block, OneRec
+from app.engine.fp8 import normed_for
 from app.engine.graphs import Recorded
 from app.ops.attention import context_attention, prefix_attention
 from app.ops.download import Download
@@ -115,8 +116,8 @@ class OnePlan(StepLoop):
         rows = len(self.codes)
         state = BatchState(Ancestry(self.arena, ()), rows, self.steps, self.device)
         place = torch.arange(rows, device=self.device)
-        state.row_start = tuple(range(0, rows + 1, self.width))
-        state.request, state.order = place // self.width, place % self.width
+        state.place(range(0, rows + 1, self.width))
+        state.order = place % self.width
         state.node = torch.where(state.order == 0, 0, -1)
         state.score = torch.where(state.order == 0, 0.0, -torch.inf)
         return state
@@ -136,23 +137,22 @@ class OnePlan(StepLoop):
         group = config.kv_set(index)
         key = arena[f"cross_k.{group}"][: self.requests]
         value = arena[f"cross_v.{group}"][: self.requests] if config.kv_split == 2 else key
-        seen = self._context(block.cross.heads(block.cross.q, block.cross_norm(x)), key, value, block.scale)
-        x = block.cross.onto(x, seen)
-        normed = block.self_norm(x)
-        q, k, v = (own.heads(projection, normed) for projection in (own.q, own.k, own.v))
+        asked, _, _ = block.cross.heads(normed_for(x, block.cross_norm, block.cross.qkv.weight))
+        seen = self._context(asked, key, value, block.scale)
+        q, k, v = own.heads(block.cross.after(x, seen, block.self_norm, own.qkv.weight))
         slots_k, slots_v = arena[f"k.{index}"][:, : len(x)], arena[f"v.{index}"][:, : len(x)]
         if t < self.steps:
             slots_k[t - 1], slots_v[t - 1] = k, v
         if self.general:
             seen = self._prefix(t, q, (k, v), (slots_k, slots_v), block.scale)
-            x = own.onto(x, seen)
-            gate = silu(block.ffn.gate(normed := block.ffn_norm(x))).mul_(block.ffn.up(normed))
-            return x.add_(block.ffn.down(gate))
+            x.addmm_(seen.flatten(1), own.o.weight.t())
+            gate, up = block.ffn.gate_up(block.ffn_norm(x)).chunk(2, 1)
+            return x.add_(block.ffn.down(silu(gate).mul_(up)))
         seen = prefix_attention(
             q, k, v, arena[f"k.{index}"], arena[f"v.{index}"],
             ancestry=self.ancestry, scale=block.scale, bias=self.bias[t - 1],
         )  # fmt: skip
-        return block.ffn.onto(own.onto(x, seen), block.ffn_norm)
+        return block.ffn.onto(x, own.after(x, seen, block.ffn_norm, block.ffn.entry))
 
     def _context(self, q: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Every row over its request's context, all of them full."""
