@@ -22,6 +22,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import statistics
 import tempfile
 import time
@@ -297,6 +298,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--k", type=int, default=50)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--contracts", type=Path, help="a folder of contracts that were made before: an export is slow")
     parser.add_argument("--toy", action="store_true", help="a tiny model on a CPU: whether it runs, not how fast")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -306,6 +308,8 @@ def main() -> None:
         work = Path(folder)
         for precision in args.precision:
             root = write_root(work / precision, shape, args.batch, precision)
+            if args.contracts:
+                shutil.copytree(args.contracts, root / "contracts")
             runs[precision] = measure(root, shape, args.batch, args.seconds, args.k, work)
             print(json.dumps(runs[precision]), flush=True)
     document = {

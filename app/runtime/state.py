@@ -123,8 +123,8 @@ class BatchState:
         self._steps = steps
         self._device = device
         transition.open(requests, device)
-        self.row_start: tuple[int, ...] = tuple(range(requests + 1))
-        self.request = torch.arange(requests, device=device)
+        self.row_start: tuple[int, ...] = ()
+        self.place(range(requests + 1))
         self.sids = torch.zeros(requests, 0, dtype=torch.int64, device=device)
         self.node = torch.zeros(requests, dtype=torch.int64, device=device)
         self.order = torch.zeros(requests, dtype=torch.int64, device=device)
@@ -139,8 +139,7 @@ class BatchState:
         """What the engine decodes next."""
         ancestry, is_compact = self._transition.ancestry()
         codes = self.sids[:, -1] if self.sids.shape[1] else torch.zeros_like(self.order)
-        start = upload_ints(self.row_start, torch.int32, self._device)
-        return Rows(codes.to(torch.int32), self.request.to(torch.int32), start, ancestry, is_compact, full)
+        return Rows(codes.to(torch.int32), self._request32, self._start, ancestry, is_compact, full)
 
     def advance(self, t: int, survivors: Survivors, row_start: Sequence[int]) -> None:
         """The survivors of step t become the rows; a tombstone keeps row 0's memory and code 0, and a score of -inf."""
@@ -150,9 +149,17 @@ class BatchState:
         code = survivors.code.clamp(min=0).unsqueeze(1)
         self.sids = torch.cat((self.sids.index_select(0, parent), code), dim=1)
         self.node, self.order, self.score = survivors.node, survivors.order, survivors.score
+        self.place(row_start)
+
+    def place(self, row_start: Sequence[int]) -> None:
+        """Which rows are whose; mostly as in the step before, and then nothing is uploaded."""
+        if self.row_start == tuple(row_start):
+            return
+        self.row_start = tuple(row_start)
         counts = [stop - start for start, stop in pairwise(row_start)]
         self.request = upload(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), self._device)
-        self.row_start = tuple(row_start)
+        self._request32 = self.request.to(torch.int32)
+        self._start = upload_ints(self.row_start, torch.int32, self._device)
 
     @property
     def survivors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
