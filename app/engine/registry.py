@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
 from app.engine.families.base import Family
@@ -28,10 +29,10 @@ def family(name: str) -> type[Family]:
     """
     points = list(entry_points(group=GROUP, name=name))
     if not points:
-        known = ", ".join(names()) or "none"
-        raise Rejected(
-            "unknown_family", f"`{name}` is no installed family; known: {known}", location="deployment.toml: family"
-        )
+        near = get_close_matches(name, names(), n=1)
+        hint = f"did you mean `{near[0]}`? known" if near else "known"
+        message = f"`{name}` is no installed family; {hint}: {', '.join(names()) or 'none'}"
+        raise Rejected("unknown_family", message, location="deployment.toml: family")
     if len({point.value for point in points}) > 1:
         homes = " and ".join(sorted({point.value for point in points}))
         raise Rejected("bad_family", f"`{name}` is installed twice: {homes}", location="deployment.toml: family")

@@ -29,7 +29,7 @@ def test_an_unknown_family_is_refused_with_the_known_ones():
     with pytest.raises(Rejected) as caught:
         registry.family("qwen4")
     assert caught.value.code == "unknown_family"
-    assert "known: onerec, qwen2, qwen3" in caught.value.message
+    assert "did you mean `qwen3`? known: onerec, qwen2, qwen3" in caught.value.message
 
 
 @pytest.mark.parametrize(
