@@ -24,6 +24,7 @@ import platform
 import re
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 import urllib.request
@@ -246,7 +247,9 @@ def serving(root: Path, log: Path) -> Iterator[tuple[Target, str]]:
 def measure(root: Path, shape: Shape, batch: int, seconds: float, k: int, work: Path) -> Row:
     """Everything about one root."""
     asked = bodies(shape, shape.items // 2, k)
+    began = time.monotonic()
     with serving(root, work / "server.log") as (target, url):
+        print(f"ready after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         run(closed(target, asked, 2 * batch, 1.0))
         looked = [metrics(url)]
         full = run(closed(target, asked, 3 * batch, seconds))
@@ -307,7 +310,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         for precision in args.precision:
+            began = time.monotonic()
             root = write_root(work / precision, shape, args.batch, precision)
+            print(f"{precision}: a root after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
             if args.contracts:
                 shutil.copytree(args.contracts, root / "contracts")
             runs[precision] = measure(root, shape, args.batch, args.seconds, args.k, work)
