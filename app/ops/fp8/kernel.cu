@@ -4,7 +4,8 @@
 //
 // build:
 //
-// A block takes a row, and a thread up to PIECES pieces of 8 elements of it, `blockDim.x` apart.
+// `team` threads take a row, up to PIECES pieces of 8 elements each, `team` apart: a warp, of which a block has
+// several, or a whole block.
 
 // part: prelude/half.cuh
 // part: prelude/silu.cuh
@@ -35,15 +36,15 @@ __device__ __forceinline__ uint4 pack8(const float (&y)[8]) {
         pack_bfloat(y[0], y[1]), pack_bfloat(y[2], y[3]), pack_bfloat(y[4], y[5]), pack_bfloat(y[6], y[7]));
 }
 
-// The largest, or the sum, of all threads of a block, for all of them. `cells` is used once.
+// The largest, or the sum, of all threads of a team, for all of them. `cells` is used once.
 template <bool SUM>
-__device__ __forceinline__ float together(float x, float* cells) {
+__device__ __forceinline__ float together(float x, float* cells, int team) {
 #pragma unroll
     for (int apart = 16; apart; apart /= 2) {
         const float other = __shfl_xor_sync(ALL, x, apart);
         x = SUM ? x + other : fmaxf(x, other);
     }
-    const int warps = blockDim.x / 32;
+    const int warps = team / 32;
     if (warps == 1) return x;
     if (threadIdx.x % 32 == 0) cells[threadIdx.x / 32] = x;
     __syncthreads();
@@ -53,7 +54,7 @@ __device__ __forceinline__ float together(float x, float* cells) {
 }
 
 // The kept pieces of a row in 8 bits, and their scale.
-__device__ __forceinline__ void put(const uint4 (&kept)[PIECES], i64 pieces, u8* q, float* scale) {
+__device__ __forceinline__ void put(const uint4 (&kept)[PIECES], i64 pieces, u8* q, float* scale, int me, int team) {
     __shared__ float cells[32];
     float most = 7.888609052210118e-31f;  // 2^-100
 #pragma unroll
@@ -63,12 +64,12 @@ __device__ __forceinline__ void put(const uint4 (&kept)[PIECES], i64 pieces, u8*
 #pragma unroll
         for (int e = 0; e < 8; e++) most = fmaxf(most, fabsf(x[e]));
     }
-    most = together<false>(most, cells);
+    most = together<false>(most, cells, team);
     const float factor = __fdiv_rn(448.f, most);
-    if (!threadIdx.x) *scale = __fdiv_rn(most, 448.f);
+    if (!me) *scale = __fdiv_rn(most, 448.f);
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
-        const i64 at = threadIdx.x + p * (i64)blockDim.x;
+        const int at = me + p * team;
         if (at >= pieces) break;
         float x[8];
         unpack8(kept[p], x);
@@ -79,26 +80,29 @@ __device__ __forceinline__ void put(const uint4 (&kept)[PIECES], i64 pieces, u8*
     }
 }
 
-#define ROW                                                        \
-    const i64 row = blockIdx.x;                                    \
-    uint4 kept[PIECES];                                            \
-    _Pragma("unroll") for (int p = 0; p < PIECES; p++) {           \
-        kept[p] = make_uint4(0, 0, 0, 0);                          \
+#define ROW                                                                     \
+    const int team = (int)team_, me = threadIdx.x % team;                       \
+    const i64 row = (i64)blockIdx.x * (blockDim.x / team) + threadIdx.x / team; \
+    if (row >= n) return;                                                       \
+    uint4 kept[PIECES];                                                         \
+    _Pragma("unroll") for (int p = 0; p < PIECES; p++) {                        \
+        kept[p] = make_uint4(0, 0, 0, 0);                                       \
     }
-#define EACH_PIECE                                                 \
-    _Pragma("unroll") for (int p = 0; p < PIECES; p++)             \
-        if (const i64 at = threadIdx.x + p * (i64)blockDim.x; at < pieces)
+#define EACH_PIECE                                     \
+    _Pragma("unroll") for (int p = 0; p < PIECES; p++) \
+        if (const int at = me + p * team; at < pieces)
 
 // x: rows `stride` elements apart, on 16 bytes; q dense
-extern "C" __global__ void __launch_bounds__(1024) quantise(const u16* x, i64 stride, u8* q, float* scale, i64 pieces) {
+extern "C" __global__ void __launch_bounds__(1024)
+quantise(const u16* x, i64 stride, u8* q, float* scale, i64 n, i64 pieces, i64 team_) {
     ROW
     EACH_PIECE kept[p] = load_once(x + row * stride + at * 8);
-    put(kept, pieces, q + row * pieces * 8, scale + row);
+    put(kept, pieces, q + row * pieces * 8, scale + row, me, team);
 }
 
 // silu(gate) * up
 extern "C" __global__ void __launch_bounds__(1024)
-gated(const u16* gate, const u16* up, i64 gate_row, i64 up_row, u8* q, float* scale, i64 pieces) {
+gated(const u16* gate, const u16* up, i64 gate_row, i64 up_row, u8* q, float* scale, i64 n, i64 pieces, i64 team_) {
     ROW
     uint4 other[PIECES];
     EACH_PIECE {
@@ -113,12 +117,13 @@ gated(const u16* gate, const u16* up, i64 gate_row, i64 up_row, u8* q, float* sc
         for (int e = 0; e < 8; e++) g[e] = silu(g[e]) * u[e];
         kept[p] = pack8(g);
     }
-    put(kept, pieces, q + row * pieces * 8, scale + row);
+    put(kept, pieces, q + row * pieces * 8, scale + row, me, team);
 }
 
 // x / sqrt(mean(x^2) + eps) * weight; where there is `added`, x += added before it, in x's memory
 extern "C" __global__ void __launch_bounds__(1024) normed(
-    u16* x, i64 stride, const u16* added, i64 added_row, const u16* weight, float eps, u8* q, float* scale, i64 pieces) {
+    u16* x, i64 stride, const u16* added, i64 added_row, const u16* weight, float eps, u8* q, float* scale, i64 n,
+    i64 pieces, i64 team_) {
     __shared__ float cells[32];
     ROW
     EACH_PIECE kept[p] = *(const uint4*)(x + row * stride + at * 8);
@@ -143,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(1024) normed(
 #pragma unroll
         for (int e = 0; e < 8; e++) squares += v[e] * v[e];
     }
-    const float factor = rsqrtf(together<true>(squares, cells) / (8.f * pieces) + eps);
+    const float factor = rsqrtf(together<true>(squares, cells, team) / (8.f * pieces) + eps);
     EACH_PIECE {
         float v[8], w[8];
         unpack8(kept[p], v);
@@ -152,5 +157,5 @@ extern "C" __global__ void __launch_bounds__(1024) normed(
         for (int e = 0; e < 8; e++) v[e] = v[e] * factor * w[e];
         kept[p] = pack8(v);
     }
-    put(kept, pieces, q + row * pieces * 8, scale + row);
+    put(kept, pieces, q + row * pieces * 8, scale + row, me, team);
 }

@@ -14,8 +14,9 @@ from app.ops import cuda
 from app.ops.fp8 import reference
 
 _SOURCE = Path(__file__).with_name("kernel.cu")
-_PIECE, _PIECES, _WARP, _THREADS = 8, 4, 32, 1024
-"""Elements of a 16-byte piece; pieces of a row that a thread keeps; threads of a warp, and of a block at most."""
+_PIECE, _PIECES, _WARP, _THREADS, _ROWS = 8, 4, 32, 1024, 4
+"""Elements of a 16-byte piece; pieces of a row that a thread keeps; threads of a warp, and of a block at most; rows of
+a block, where a warp is enough for one."""
 
 
 class EightBits(NamedTuple):
@@ -90,9 +91,11 @@ def _launch(name: str, out: EightBits, *arguments: object) -> None:
     n, width = out.q.shape
     if n and width:
         pieces = width // _PIECE
-        threads = -(-pieces // (_PIECES * _WARP)) * _WARP
+        team = -(-pieces // (_PIECES * _WARP)) * _WARP
+        rows = _ROWS if team == _WARP else 1  # of a block
         kernel = cuda.load(_SOURCE, name, out.q.device)
-        kernel.launch(n, threads, *arguments, out.q.data_ptr(), out.scale.data_ptr(), pieces)
+        where = (out.q.data_ptr(), out.scale.data_ptr(), n, pieces, team)
+        kernel.launch(-(-n // rows), rows * team, *arguments, *where)
 
 
 def linear(x: Tensor | EightBits, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:

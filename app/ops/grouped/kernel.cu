@@ -1,5 +1,5 @@
-// Around the products of a mixture of experts: which experts a row goes to, rows by expert, and the weighted sum of what
-// comes back. The definitions are in reference.py; the arrangement is bit by bit that of a stable sort.
+// Around the products of a mixture of experts: which experts a row goes to, rows by expert, and the weighted sum of
+// what comes back. The definitions are in reference.py; the arrangement is bit by bit that of a stable sort.
 //
 // build: BF16=0,1
 //
@@ -86,7 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(
 }
 
 // counts [blocks, E]: how many of a block's rows go to each expert.
-extern "C" __global__ void __launch_bounds__(THREADS) count(const int* expert, int* counts, i64 many, i64 experts, i64 k) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+count(const int* expert, int* counts, i64 many, i64 experts, i64 k) {
     __shared__ int cells[EXPERTS];
     const i64 first = blockIdx.x * (ROWS * k), last = first + ROWS * k < many ? first + ROWS * k : many;
     for (int e = threadIdx.x; e < experts; e += THREADS) cells[e] = 0;
@@ -169,9 +170,10 @@ spread(const u16* x, i64 stride, const int* place, u16* out, i64 n, i64 k, i64 p
     for (int j = 0; j < k; j++) store(out + (place[row * k + j] * pieces + p) * 8, piece);
 }
 
-// out[n] = sum over j of weight[n, j] * y[place[n, j]], in float32 and in this order, and onto[n] (which may be null) last.
+// out[n] = sum over j of weight[n, j] * y[place[n, j]], in float32 and in this order; onto[n] (may be null) comes last.
 extern "C" __global__ void __launch_bounds__(THREADS) combine(
-    const u16* y, const int* place, const float* weight, const u16* onto, i64 onto_row, u16* out, i64 n, i64 k, i64 pieces) {
+    const u16* y, const int* place, const float* weight, const u16* onto, i64 onto_row, u16* out, i64 n, i64 k,
+    i64 pieces) {
     const i64 at = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (at >= n * pieces) return;
     const i64 row = at / pieces, p = at - row * pieces;
