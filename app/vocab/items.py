@@ -150,16 +150,28 @@ class Ids:
         found = np.full(len(wanted), -1, np.int64)
         if not len(self.hashes) or not wanted:
             return found
-        keys = self.hash_of(Strings.of(wanted))
+        given = Strings.of(wanted)
+        keys = self.hash_of(given)
         place = np.searchsorted(self.hashes, keys)
         hit = np.flatnonzero(self.hashes[np.minimum(place, len(self.hashes) - 1)] == keys)
         items = self.by_hash[place[hit]]
-        low, high = self.strings.start[items].tolist(), self.strings.start[items + 1].tolist()
-        text = self.strings.text.data
-        for i, item, begin, end in zip(hit.tolist(), items.tolist(), low, high, strict=True):
-            same = text[begin:end] == wanted[i]
-            found[i] = item if same else self._after_collision(int(place[i]), int(keys[i]), wanted[i])
+        same = self._same(items, given, hit)
+        found[hit[same]] = items[same]
+        for i in hit[~same].tolist():
+            found[i] = self._after_collision(int(place[i]), int(keys[i]), wanted[i])
         return found
+
+    def _same(self, items: Index, given: Strings, hit: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether the ids of items [n] are given[hit], byte for byte."""
+        low, first = (text.start[rows].astype(np.int64) for text, rows in ((self.strings, items), (given, hit)))
+        size = self.strings.start[items + 1] - low
+        same: npt.NDArray[np.bool_] = size == given.start[hit + 1] - first
+        size[~same] = 0
+        owner = np.repeat(np.arange(len(size)), size)
+        place = np.arange(len(owner)) - (np.cumsum(size) - size)[owner]
+        differs = self.strings.text[low[owner] + place] != given.text[first[owner] + place]
+        same[owner[differs]] = False
+        return same
 
     def _after_collision(self, place: int, key: int, raw: bytes) -> int:
         """Look among the other items with this hash."""
