@@ -64,10 +64,13 @@ class KillSwitch:
 
         Raises InvalidRequest for what cannot be a name, OSError where it cannot be kept.
         """
-        posted = (self._posted | _checked(add)) - _checked(remove)
-        if len(posted) > MAX_NAMES:
-            raise InvalidRequest(f"more than {MAX_NAMES} names", path="$.kill")
-        state_dir.write(self._state, msgspec.json.encode(sorted(posted)) + b"\n")
+        add, remove = _checked(add), _checked(remove)
+        with state_dir.alone(self._state.parent):
+            known = _read_posted(self._state)  # another server on this root may have been told something meanwhile
+            posted = ((self._posted if known is None else known) | add) - remove
+            if len(posted) > MAX_NAMES:
+                raise InvalidRequest(f"more than {MAX_NAMES} names", path="$.kill")
+            state_dir.write(self._state, msgspec.json.encode(sorted(posted)) + b"\n")
         self._posted = posted
         self._posts += 1
         self.unreadable = False

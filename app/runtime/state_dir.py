@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -78,6 +79,32 @@ def _temporary(folder: Path) -> tuple[BinaryIO, str]:
         if os.fstat(descriptor).st_nlink:
             return stream, name
         stream.close()  # somebody cleaned up in the very moment between
+
+
+@contextmanager
+def alone(folder: Path, patience_s: float = 1.0) -> Iterator[None]:
+    """Read and write in this folder while no other server on this root does. Where that cannot be had (no locks,
+    another one that hangs), go on: what is decided must not wait for it."""
+    end = time.monotonic() + patience_s
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield
+        return
+    try:
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.005)
+            except OSError:
+                break
+            else:
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def clean(folder: Path) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from app.errors import InvalidRequest
+from app.runtime import state_dir
 from app.runtime.kill import KillSwitch
 from app.runtime.snapshot import EVERYTHING
 from tests import support
@@ -98,3 +102,31 @@ def test_a_kill_list_that_cannot_be_read_is_said(tmp_path):
     switch.post(["rising"], [])
     assert not switch.unreadable
     assert [entry["name"] for entry in switch.document()] == ["rising"]
+
+
+def test_two_servers_on_one_root_do_not_revive_what_the_other_has_killed(tmp_path):
+    one, two = (KillSwitch(tmp_path / "policies", tmp_path / "state") for _ in range(2))
+    one.post(["a"], [])
+    assert two.post(["b"], []) == {"a", "b"}
+    assert one.post([], ["b"]) == {"a"}
+    assert two.take(two.read()) == {"a"}
+
+    def kill(switch, names):
+        for name in names:
+            switch.post([name], [])
+
+    names = [[f"{letter}{number}" for number in range(30)] for letter in "xy"]
+    threads = [threading.Thread(target=kill, args=pair) for pair in zip((one, two), names, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert one.take(one.read()) == {"a", *names[0], *names[1]}
+
+
+def test_a_kill_waits_for_nobody_for_long(tmp_path):
+    switch = KillSwitch(tmp_path / "policies", tmp_path / "state")
+    with state_dir.alone(tmp_path / "state"):
+        began = time.monotonic()
+        assert switch.post(["a"], []) == {"a"}
+        assert time.monotonic() - began < 10
