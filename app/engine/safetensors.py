@@ -11,6 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -29,8 +30,10 @@ FORMATS_OWN: Final = 100 << 20
 """Bytes of a header in the format's own library: what says more is something else, a pickle perhaps."""
 MAX_DIMENSIONS: Final = 64
 """As torch has them."""
-CHUNK: Final = 4 << 20
-"""Bytes that are read, hashed and looked at while they are in the processor's cache."""
+CHUNK: Final = 16 << 20
+"""Bytes that are read, hashed and looked at in one go; in between, whoever loads waits for the interpreter."""
+SMALL: Final = 64 << 10
+"""Bytes that are hashed sooner than a thread has been told to."""
 Bytes = npt.NDArray[np.uint8]
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -73,7 +76,7 @@ class Reader:
 
     def __init__(self, file: Path) -> None:
         """Open a file and read its header. Raises as `read_header`."""
-        self._file, self._digest = file, hashlib.sha256()
+        self._file, self._digest = file, _Beside()
         try:
             self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
@@ -81,26 +84,30 @@ class Reader:
         try:
             self.entries = self._header()
         except BaseException:
-            os.close(self._descriptor)
+            self._close()
             raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._digest.close()
         os.close(self._descriptor)
 
     def read(self, entry: Entry, rows: int) -> Iterator[tuple[int, Bytes]]:
-        """A tensor's bytes, about four MiB at a time: (index of the first row, bytes of whole rows of dimension 0).
+        """A tensor's bytes, about `CHUNK` at a time: (index of the first row, bytes of whole rows of dimension 0). They
+        are hashed meanwhile, by a thread of their own: that takes as long as all the rest.
 
         rows  how many there are (1 for a number without dimensions). The memory is used again for the next piece.
         Raises Rejected("truncated" | "unreadable") with file and tensor.
         """
         width = entry.size // max(rows, 1)
         count = max(1, CHUNK // max(width, 1))
-        memory = np.empty(min(rows, count) * width, np.uint8)
         for first in range(0, rows, count):
-            piece = memory[: min(count, rows - first) * width]
+            piece = self._digest.memory(min(count, rows - first) * width)
             try:
                 found = self._fill(piece.data)
             except OSError as error:
@@ -108,6 +115,7 @@ class Reader:
             if found != len(piece):
                 message = f"{entry.size} bytes expected, {first * width + found} found"
                 raise Rejected("truncated", message, location=entry.location)
+            self._digest.update(piece)
             yield first, piece
 
     def sha256(self) -> str:
@@ -118,8 +126,14 @@ class Reader:
         at = 0
         while at < len(memory) and (count := os.readv(self._descriptor, [memory[at:]])):
             at += count
-        self._digest.update(memory[:at])
         return at
+
+    def _front(self, size: int) -> bytes:
+        """The next bytes, as many as there are."""
+        piece = self._digest.memory(size)
+        found = piece[: self._fill(piece.data)]
+        self._digest.update(found)
+        return found.tobytes()
 
     def _header(self) -> dict[str, Entry]:
         file = self._file
@@ -127,8 +141,7 @@ class Reader:
             total = os.fstat(self._descriptor).st_size
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            first = memoryview(bytearray(8))
-            length = int.from_bytes(first[: self._fill(first)], "little")
+            length = int.from_bytes(self._front(8), "little")
             if total < 10:
                 raise _bad(file, f"{total} bytes are no safetensors file", code="truncated")
             if length > FORMATS_OWN:
@@ -137,8 +150,7 @@ class Reader:
                 raise _bad(file, f"the header says {length} bytes, the file has {total}", code="truncated")
             if length > MAX_HEADER:
                 raise _bad(file, f"a header of {length} bytes; {MAX_HEADER} are possible")
-            text = memoryview(bytearray(length))
-            header = json.loads(bytes(text[: self._fill(text)]).decode("utf-8"), object_pairs_hook=_unique)
+            header = json.loads(self._front(length).decode("utf-8"), object_pairs_hook=_unique)
         except OSError as error:
             raise unreadable(error, "unreadable", file.name) from error
         except (ValueError, RecursionError) as error:
@@ -150,6 +162,45 @@ class Reader:
         entries.sort(key=lambda entry: (entry.offset, entry.size))
         _check_places(file, entries, 8 + length, total)
         return {entry.name: entry for entry in entries}
+
+
+class _Beside:
+    """A digest, made by a thread of its own: while one of two pieces of memory is hashed, the other is filled."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1, "widebeam-digest")  # it begins with its first piece
+        self._memory = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+        self._hashed: list[Future[None] | None] = [None, None]
+
+    def memory(self, size: int) -> Bytes:
+        """Memory for the next piece: that of the piece before the last, once it has been hashed."""
+        self._memory.reverse()
+        self._hashed.reverse()
+        hashed, self._hashed[0] = self._hashed[0], None
+        if hashed is not None:
+            hashed.result()
+        if len(self._memory[0]) < size:
+            self._memory[0] = np.empty(size, np.uint8)
+        return self._memory[0][:size]
+
+    def update(self, piece: Bytes) -> None:
+        """Hash what lies in the memory that was given last, behind everything before."""
+        if len(piece) < SMALL and all(one is None or one.done() for one in self._hashed):
+            self._digest.update(piece.data)
+        else:
+            self._hashed[0] = self._thread.submit(self._digest.update, piece.data)
+
+    def hexdigest(self) -> str:
+        """Of everything so far."""
+        for hashed in self._hashed:
+            if hashed is not None:
+                hashed.result()
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """End the thread; what it has begun is waited for."""
+        self._thread.shutdown(cancel_futures=True)
 
 
 def _bad(file: Path, message: str, *, code: str = "bad_safetensors") -> Rejected:

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import threading
 import time
 
 import pytest
@@ -136,3 +137,35 @@ def test_a_file_is_read_once_in_pieces_and_hashed_on_the_way(tmp_path, monkeypat
             assert [first for first, _ in pieces] == sorted({first for first, _ in pieces})
             assert b"".join(data.tobytes() for _, data in pieces) == tensors[name].numpy().tobytes()
         assert reader.sha256() == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_a_piece_is_hashed_while_the_next_one_is_read_and_no_longer_used_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "CHUNK", 1 << 20)
+    file, told = tmp_path / "x.safetensors", threading.Event()
+    file.write_bytes(save({"a": torch.randn(5 << 18)}))
+    with Reader(file) as reader:
+        digest, waited = reader._digest._digest, []
+
+        class Slow:
+            hexdigest = digest.hexdigest
+
+            def update(self, piece):
+                waited.append(told.wait(30))  # until the next piece is there
+                digest.update(piece)
+
+        monkeypatch.setattr(reader._digest, "_digest", Slow())
+        for number, _ in enumerate(reader.read(reader.entries["a"], 5 << 18)):
+            if number == 1:
+                told.set()
+        assert reader.sha256() == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert waited == [True] * 5
+
+
+def test_a_reader_that_is_left_early_leaves_no_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "CHUNK", 1 << 20)
+    file, before = tmp_path / "x.safetensors", threading.active_count()
+    file.write_bytes(save({"a": torch.zeros(5 << 18)}))
+    with pytest.raises(KeyError), Reader(file) as reader:
+        for _ in reader.read(reader.entries["a"], 5 << 18):
+            raise KeyError
+    assert threading.active_count() == before

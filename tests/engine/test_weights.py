@@ -4,11 +4,13 @@ import shutil
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from app.config import Limits, SidConfig
 from app.core import WeightSpec
-from app.engine import safetensors
+from app.engine import safetensors, weights
 from app.engine.facts import _transform, weight_facts
 from app.engine.families.base import Binding
 from app.engine.weights import load, resolve_precision
@@ -195,6 +197,24 @@ def test_values_that_overflow_in_the_engines_dtype_are_refused(tmp_path):
     with pytest.raises(Rejected, match="as float16 holds 1 NaN or infinite value") as caught:
         tiny.engine(tmp_path, precision="float16")
     assert caught.value.location == f"model.safetensors: {Q}"
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@given(
+    st.integers(0, 40),
+    st.sampled_from([0.0, 1.0, 65504.0, 65519.9, 65520.0, 3.3e38, 3.39e38, 3.4e38, torch.inf, torch.nan]),
+    st.sampled_from([1, -1]),
+)
+def test_the_quick_look_at_values_lets_nothing_pass_that_is_not_finite(stored, dtype, place, value, sign):
+    values = torch.randn(41)
+    values[place] = sign * value
+    values = values.to(stored)
+    if weights._finite(values, dtype):
+        assert torch.isfinite(values.to(dtype)).all()
+    else:
+        assert abs(float(values[place])) >= torch.finfo(dtype).max or not torch.isfinite(values).all()
+    assert weights._finite(torch.zeros(0, dtype=stored), dtype)
 
 
 def parameters(engine):
