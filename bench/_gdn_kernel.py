@@ -23,13 +23,15 @@ BANDWIDTH = 4.3e12
 
 
 class Inputs(NamedTuple):
-    """One batch: windows and gates of every call, ancestry [N, T - 1] of the last, S_ctx and slots."""
+    """One batch: windows and gates of every call, ancestry [N, T - 1] of the last, S_ctx and how the kernel reads it,
+    and slots. The records' keys are there before the calls: the convolution writes them into their place."""
 
     g: Geometry
     windows: list[Tensor]
     log_alpha: list[Tensor]
     beta: list[Tensor]
     s_ctx: Tensor
+    packed: Tensor
     records: gdn.Records
     row_start: Tensor
     ancestry: list[Tensor]
@@ -59,16 +61,20 @@ def make_inputs(
             parent = torch.arange(rows, device="cuda")
         ancestry.append(torch.cat([ancestry[-1][parent], parent.int().unsqueeze(1)], 1))
     softplus = torch.nn.functional.softplus
+    windows = [normal(rows, 2 * g.hk * g.k + g.hv * g.v).to(dtype) for _ in range(calls)]
+    s_ctx = normal(requests, g.hv, g.k, g.v) * g.k**-0.5 * 0.5
     return Inputs(
         g,
-        [normal(rows, 2 * g.hk * g.k + g.hv * g.v).to(dtype) for _ in range(calls)],
+        windows,
         [-rate * softplus(normal(rows, g.hv) + 1) for _ in range(calls)],
         [torch.sigmoid(normal(rows, g.hv)) for _ in range(calls)],
-        normal(requests, g.hv, g.k, g.v) * g.k**-0.5 * 0.5,
+        s_ctx,
+        gdn.pack(s_ctx, dtype),
         gdn.Records(
             torch.zeros(calls, rows, g.hv, device="cuda"),
             torch.zeros(calls, rows, g.hv, g.v, dtype=torch.float16, device="cuda"),
-            torch.zeros(calls, rows, g.hk, g.k, dtype=torch.float16, device="cuda"),
+            torch.stack([x[:, g.hk * g.k : 2 * g.hk * g.k] for x in windows]).view(calls, rows, g.hk, g.k),
+            torch.zeros(calls, rows, g.hk, device="cuda"),
         ),
         start.int(),
         ancestry,
@@ -78,8 +84,8 @@ def make_inputs(
 def call(x: Inputs, t: int, dtype: torch.dtype, *, compact: bool = False, portable: bool = False) -> Tensor:
     """Call t of the kernel."""
     return fused_replay(
-        x.windows[t], x.log_alpha[t], x.beta[t], x.s_ctx, x.records, key_heads=x.g.hk, row_start=x.row_start,
-        ancestry=x.ancestry[t], compact=compact, into=t, dtype=dtype, portable=portable,
+        x.windows[t], x.log_alpha[t], x.beta[t], x.packed, x.records, key_heads=x.g.hk, row_start=x.row_start,
+        ancestry=x.ancestry[t], compact=compact, key=x.records.k[t].flatten(1), into=t, dtype=dtype, portable=portable,
     )  # fmt: skip
 
 
@@ -132,8 +138,9 @@ def check_all() -> list[dict[str, Any]]:
 
 
 def floor(g: Geometry, rows: int, requests: int, calls: int) -> float:
-    """Milliseconds at `BANDWIDTH` of what T calls must move: inputs, outputs and records once, each ancestor once."""
+    """Milliseconds at `BANDWIDTH` of what T calls must move: inputs, outputs and what they write of their records (not
+    the keys, which are inputs in their place) once, each ancestor once."""
     row = 2 * (2 * g.hk * g.k + 2 * g.hv * g.v) + 8 * g.hv
-    record = 2 * (g.hk * g.k + g.hv * g.v) + 4 * g.hv
-    total = calls * (rows * (row + record) + 4 * requests * g.hv * g.k * g.v) + calls * (calls - 1) / 2 * rows * record
-    return 1e3 * total / BANDWIDTH
+    keys, rest = 2 * g.hk * g.k, 2 * g.hv * g.v + 4 * (g.hv + g.hk)
+    total = calls * (rows * (row + rest) + 4 * requests * g.hv * g.k * g.v)
+    return 1e3 * (total + calls * (calls - 1) / 2 * rows * (keys + rest)) / BANDWIDTH

@@ -23,7 +23,7 @@ from app.core import Arena, Ragged, Rows
 from app.engine.engine import Engine
 from app.engine.families.base import ModelFiles
 from app.engine.families.qwen3_5 import Qwen35
-from app.engine.families.qwen3_5_blocks import LinearBlock, State
+from app.engine.families.qwen3_5_blocks import RECORD, LinearBlock, State
 from app.ops import gdn
 from bench._gdn_paths import staged_times, unmarked
 
@@ -113,9 +113,10 @@ class FullState:
         self._state: Tensor | None = None
 
     def __call__(
-        self, window: Tensor, log_alpha: Tensor, beta: Tensor, rows: Rows, state: State, into: int | None
-    ) -> Tensor:
-        """See `LinearBlock._replayed`; no record is written."""
+        self, window: Tensor, key: Tensor | None, log_alpha: Tensor, beta: Tensor, rows: Rows, state: State,
+        into: int | None,
+    ) -> Tensor:  # fmt: skip
+        """See `LinearBlock._replayed`; no record is written, and S_ctx is float32."""
         del into
         c = self._block.config
         if rows.ancestry.shape[1] == 1:
@@ -123,7 +124,8 @@ class FullState:
         else:
             assert self._state is not None
             own = self._state.index_select(0, rows.ancestry[:, -1])
-        parts = torch.split(window, [c.keys, c.keys, c.values], 1)
+        query, inside, value = torch.split(window, [c.keys, c.keys, c.values], 1)
+        parts = (query, inside if key is None else key, value)
         q, k, v = (
             part.view(len(window), 1, heads, -1)
             for part, heads in zip(parts, (c.key_heads, c.key_heads, c.value_heads), strict=True)
@@ -142,30 +144,36 @@ class InTorch:
         self._block = block
 
     def __call__(
-        self, window: Tensor, log_alpha: Tensor, beta: Tensor, rows: Rows, state: State, into: int | None
-    ) -> Tensor:
-        """See `LinearBlock._replayed`."""
+        self, window: Tensor, key: Tensor | None, log_alpha: Tensor, beta: Tensor, rows: Rows, state: State,
+        into: int | None,
+    ) -> Tensor:  # fmt: skip
+        """See `LinearBlock._replayed`; S_ctx is float32."""
         c = self._block.config
         q, k, v = torch.split(window, [c.keys, c.keys, c.values], 1)
-        q, k = (part.view(len(window), c.key_heads, -1) for part in (q, k))
-        records = gdn.Records(state["alpha"], state["delta"], state["delta_k"])
-        o, record = gdn.replay(
-            gdn.unit_queries(q), gdn.unit_keys(k), v.view(len(window), c.value_heads, -1), log_alpha.exp(), beta,
+        q, k = (part.view(len(window), c.key_heads, -1) for part in (q, k if key is None else key))
+        records, alpha = gdn.Records(*(state[name] for name in RECORD)), log_alpha.exp()
+        o, delta = gdn.replay(
+            gdn.unit_queries(q), gdn.unit_keys(k), v.view(len(window), c.value_heads, -1), alpha, beta,
             state["s_ctx"], records, row_start=rows.row_start, ancestry=rows.ancestry, first=1,
         )  # fmt: skip
         if into is not None:
-            records.put(into, record)
+            records.put(into, gdn.Record(alpha, delta, k, gdn.inverse_length(k)))
         return o
 
 
-def swap(family: Qwen35, path: type[FullState] | type[InTorch]) -> Callable[[], None]:
-    """Let every Gated DeltaNet block compute by a path of its own; the result takes them away again."""
-    blocks, method = [block for block in family.blocks if isinstance(block, LinearBlock)], "_replayed"
-    for block in blocks:
+def swap(batch: Batch, path: type[FullState] | type[InTorch]) -> Callable[[], None]:
+    """Let every Gated DeltaNet block compute by a path of its own, from S_ctx as it is before the kernel's order; the
+    result takes both back."""
+    blocks = {n: block for n, block in enumerate(batch.family.blocks) if isinstance(block, LinearBlock)}
+    kept, method = {n: batch.arena[f"s_ctx.{n}"].clone() for n in blocks}, "_replayed"
+    for n, block in blocks.items():
+        if block.packs(batch.arena[f"conv_tail.{n}"]):
+            batch.arena[f"s_ctx.{n}"].copy_(gdn.unpack(kept[n], torch.bfloat16))
         setattr(block, method, path(block))
 
     def back() -> None:
-        for block in blocks:
+        for n, block in blocks.items():
+            batch.arena[f"s_ctx.{n}"].copy_(kept[n])
             delattr(block, method)
 
     return back
@@ -199,7 +207,7 @@ def compare(setting: Setting, rounds: int = 5, config: dict[str, Any] = CONFIG, 
     line: dict[str, Any] = {**setting._asdict(), "outputs": list(range(3, STEPS + 1))}
     logits: dict[str, list[Tensor]] = {}
     for name in ("onela", "torch", "full"):
-        back = swap(batch.family, FullState if name == "full" else InTorch) if name != "onela" else None
+        back = swap(batch, FullState if name == "full" else InTorch) if name != "onela" else None
         logits[name] = [x.float() for x in decode(batch, unmarked)]
         if name != "torch":
             line[f"{name}_eager_ms"] = eager_times(batch, 2)[1:]

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from app.ops import gdn
 from bench._gdn_kernel import Inputs, call
 from bench.gdn_accuracy import Geometry
 
@@ -92,11 +91,12 @@ def full(x: Inputs, calls: int) -> Run:
 
 def replayssm(x: Inputs, calls: int) -> Run:
     """A state for every beam that is only read, and rings that move."""
-    from bench._gdn_replayssm import replay_ssm  # noqa: PLC0415  needs Triton
+    from bench._gdn_replayssm import Ring, replay_ssm  # noqa: PLC0415  needs Triton
 
     heads, parents = [raw_heads(x, t) for t in range(calls)], [a[:, -1].long() for a in x.ancestry[1:]]
     state = own_states(x)
-    rings = [gdn.Records(*(torch.zeros_like(slots) for slots in x.records)) for _ in range(2)]
+    shapes = ((x.records.alpha, torch.float32), (x.records.delta, torch.float16), (x.records.k, torch.float16))
+    rings = [Ring(*(torch.zeros_like(slots, dtype=dtype) for slots, dtype in shapes)) for _ in range(2)]
 
     def run(mark: Mark) -> list[Tensor]:
         found = []
@@ -165,8 +165,10 @@ class Bytes(NamedTuple):
 def counted(path: str, g: Geometry, requests: int, rows: int, calls: int) -> Bytes:
     """What a path stores, writes and moves; every operand once, nothing saved by a cache.
 
-    Records are what the paper counts: float16 delta and k, float32 alpha."""
+    A record is what the paper counts, 16-bit delta and k and float32 alpha; ours has the float32 length of k beside
+    them. Its k is no traffic of its call's: the convolution has to put it somewhere, and puts it there."""
     record = 2 * (g.hk * g.k + g.hv * g.v) + 4 * g.hv
+    own, by_call = record + 4 * g.hk, record + 4 * g.hk - 2 * g.hk * g.k
     row = 2 * (2 * g.hk * g.k + 2 * g.hv * g.v) + 8 * g.hv
     context, every = 4 * requests * g.hv * g.k * g.v, 4 * rows * g.hv * g.k * g.v
     past, inputs = calls * (calls - 1) // 2, calls * rows * row
@@ -174,8 +176,8 @@ def counted(path: str, g: Geometry, requests: int, rows: int, calls: int) -> Byt
     small = calls * rows * g.hv * 8 * g.v + past * replayed
     project = 4 * calls * rows * g.hv * g.k * g.v
     if path == "onela":
-        traffic = inputs + calls * (context + rows * record) + past * rows * record
-        return Bytes(context + calls * rows * record, calls * rows * record, 0, traffic, project + small)
+        traffic = inputs + calls * (context + rows * by_call) + past * rows * own
+        return Bytes(context + calls * rows * own, calls * rows * own, 0, traffic, project + small)
     if path == "replayssm":
         moved = 2 * past * rows * record
         traffic = inputs + calls * (every + rows * record) + past * rows * record + moved

@@ -6,14 +6,20 @@ It is given what helps it: the states are never re-ordered (all beams of a reque
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.ops import gdn
+
+class Ring(NamedTuple):
+    """The records of every beam: alpha [L, N, HV] float32, delta [L, N, HV, V] and unit k [L, N, HK, K] float16."""
+
+    alpha: Tensor
+    delta: Tensor
+    k: Tensor
 
 
 @triton.jit(do_not_specialize=["rows", "t"])
@@ -52,7 +58,7 @@ def _replay_ssm(
 
 
 def replay_ssm(
-    heads: tuple[Tensor, Tensor, Tensor], log_alpha: Tensor, beta: Tensor, state: Tensor, ring: gdn.Records, t: int
+    heads: tuple[Tensor, Tensor, Tensor], log_alpha: Tensor, beta: Tensor, state: Tensor, ring: Ring, t: int
 ) -> Tensor:
     """heads: q, k [N, HK, K], v [N, HV, V], 16 bit; state [N, HV, K, V] float32; entries 0..t-1 of the ring are the
     rows' own, entry t is written. Returns o [N, HV, V], 16 bit."""

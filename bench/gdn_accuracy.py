@@ -113,7 +113,7 @@ def errors(
 ) -> list[Error]:
     """One run: the errors of its first 2..calls calls.
 
-    records  what delta and k are stored in
+    records  what deltas are stored in; keys are kept as they come
     units    (request, key head) pairs that are compared, spread over all; 0 = all of them
     """
     g, rows = shape.geometry, shape.requests * shape.width
@@ -125,8 +125,10 @@ def errors(
     kept = gdn.Records(
         torch.empty(calls, rows, g.hv, device=device),
         torch.empty(calls, rows, g.hv, g.v, dtype=records, device=device),
-        torch.empty(calls, rows, g.hk, g.k, dtype=records, device=device),
+        torch.empty(calls, rows, g.hk, g.k, device=device),
+        torch.empty(calls, rows, g.hk, device=device),
     )
+    unit = torch.ones(rows, g.hk, device=device)
     first = start[:-1].repeat_interleave(shape.width) * shape.width
     inputs, outputs, parents = [], [], []
     ancestry = torch.empty(rows, 0, dtype=torch.int64, device=device)
@@ -136,10 +138,9 @@ def errors(
             parent = first + torch.randint(shape.width, (rows,), generator=generator, device=device)
             ancestry = torch.cat([ancestry[parent], parent.unsqueeze(1)], 1)
             parents.append(parent)
-        o, record = gdn.replay(
-            *x[:3], x.log_alpha.exp(), x.beta, s_ctx, kept, row_start=start * shape.width, ancestry=ancestry
-        )
-        kept.put(t, record)
+        alpha = x.log_alpha.exp()
+        o, delta = gdn.replay(*x[:3], alpha, x.beta, s_ctx, kept, row_start=start * shape.width, ancestry=ancestry)
+        kept.put(t, gdn.Record(alpha, delta, x.k, unit))
         inputs.append(x)
         outputs.append(o)
     worst = torch.zeros(calls, 2, device=device)

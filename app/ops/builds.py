@@ -107,12 +107,10 @@ def by_torch(needs: Needs, arch: str) -> dict[str, str]:
 
 def _replay(k: int, v: int, bf16: int, arch: str) -> Iterator[Build]:
     """`gdn/kernel.cu` as `gdn.launch` chooses it; either dtype of the output."""
-    wgmma, columns, stage = arch == "sm_90", 128 if k == 128 else 64, gdn.staged(k, GPUS[arch].processor)
+    cut = gdn.blocks(k, GPUS[arch].processor, wgmma=arch == "sm_90")
     for out32 in (0, 1):
-        yield Build.of(
-            _OPS / "gdn" / "kernel.cu", "sm_90a" if wgmma else "",
-            K=k, V=v, VT=columns, BF16=bf16, OUT32=out32, WGMMA=int(wgmma), STAGED=int(stage),
-        )  # fmt: skip
+        how = {"K": k, "V": v, "BF16": bf16, "OUT32": out32, **cut.defines}
+        yield Build.of(_OPS / "gdn" / "kernel.cu", "sm_90a" if cut.wgmma else "", **how)
 
 
 def _selection(needs: Needs, gpu: Gpu) -> Iterator[Build]:

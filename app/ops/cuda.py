@@ -17,6 +17,7 @@ architecture, and allows no more spilled bytes on sm_90 than `spill` (0).
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -73,17 +74,55 @@ class Kernel:
     device: int
     memory: int
 
-    def launch(self, blocks: int, threads: int, *arguments: Any) -> None:
+    def launch(self, blocks: int, threads: int, *arguments: Any, early: bool = False) -> None:
         """Run on torch's current stream of the kernel's device.
 
         arguments  int for `long long` and for pointers (`Tensor.data_ptr()` of a tensor that the caller holds), numpy
                    scalars for everything else
+        early      begin while the kernel before ends (programmatic launch): for a source that says griddepcontrol.wait
+                   in front of what it reads or writes of others
         """
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self.launch(blocks, threads, *arguments)
+                return self.launch(blocks, threads, *arguments, early=early)
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # noqa: SLF001  30 times quicker than current_stream
+        if early:
+            return _launch_early(self.function.ptr, blocks, threads, self.memory, stream, arguments)
         return self.function((blocks,), (threads,), arguments, self.memory, _Stream(stream))  # type: ignore[no-any-return]
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of the driver."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_byte * 60))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of the driver."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+_EARLY = _Attribute(id=6, value=1)
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
+
+
+def _launch_early(function: int, blocks: int, threads: int, memory: int, stream: int, arguments: Iterable[Any]) -> None:
+    """CuPy's launch with an attribute, which CuPy's cannot have."""
+    held = [ctypes.c_longlong(x) if isinstance(x, int) else ctypes.create_string_buffer(x.tobytes()) for x in arguments]
+    places = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+    sizes = ((ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(threads, 1, 1))
+    config = _Config(*sizes, memory, stream, ctypes.pointer(_EARLY), 1)
+    if error := _driver().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), places, None):
+        raise RuntimeError(f"cuLaunchKernelEx: error {error}")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,12 @@ SMALL = CONFIG | {
 
 @pytest.mark.parametrize(("calls", "state", "written", "times"), [(2, 36.3, 32.3, 56.5), (6, 101, 96.8, 20.3)])
 def test_counted_bytes_are_the_papers(calls, state, written, times):
+    """But for the length of every key, which ours keeps beside it: 4 bytes of 520."""
     own, full = (counted(path, GEOMETRIES[0], 4, 4 * 512, calls) for path in ("onela", "full"))
-    assert own.state / MIB == pytest.approx(state, rel=3e-3)
-    assert own.written / MIB == pytest.approx(written, rel=2e-3)
-    assert full.state / own.state == pytest.approx(times, rel=2e-3)
-    assert full.written / own.written == pytest.approx(127, rel=2e-3)
+    assert own.state / MIB == pytest.approx(state, rel=8e-3)
+    assert own.written / MIB == pytest.approx(written, rel=9e-3)
+    assert full.state / own.state == pytest.approx(times, rel=8e-3)
+    assert full.written / own.written == pytest.approx(127, rel=9e-3)
 
 
 def test_rings_are_read_and_written_when_they_move():
@@ -59,7 +60,7 @@ def test_a_run_of_one_part_keeps_the_others(tmp_path):
 def test_a_swapped_path_computes_and_goes_away_again():
     batch = make_batch(Setting(2, 5, 12), torch.device("cpu"), SMALL, 4, 50)
     expected = decode(batch, unmarked)
-    back = swap(batch.family, InTorch)
+    back = swap(batch, InTorch)
     assert all("_replayed" in vars(block) for block in batch.family.blocks if hasattr(block, "qkvz"))
     for a, b in zip(decode(batch, unmarked), expected, strict=True):
         assert torch.equal(a, b)

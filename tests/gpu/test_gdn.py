@@ -45,6 +45,21 @@ def test_what_tombstones_hold_stays_with_them():
     assert torch.equal(call(x, 2, torch.float32)[live], clean[live])
 
 
+@pytest.mark.parametrize("geometry", [GEOMETRIES[1], GEOMETRIES[7]])
+def test_keys_come_from_the_window_or_lie_in_their_record(geometry):
+    x, other = (make_inputs(geometry, [13, 40], 3, seed=7, dtype=torch.bfloat16) for _ in range(2))
+    other.records.k.fill_(torch.nan)
+    for t in range(3):
+        in_place = call(x, t, torch.float32)
+        from_window = gdn.fused_replay(
+            other.windows[t], other.log_alpha[t], other.beta[t], other.packed, other.records, key_heads=geometry.hk,
+            row_start=other.row_start, ancestry=other.ancestry[t], into=t,
+        )  # fmt: skip
+        assert torch.equal(in_place, from_window)
+    for name, one, two in zip(gdn.Records._fields, x.records, other.records, strict=True):
+        assert torch.equal(one, two), name
+
+
 def test_a_launch_is_captured_into_a_graph():
     x = make_inputs(GEOMETRIES[0], [33, 64], 2, seed=5, dtype=torch.bfloat16)
     expected = [call(x, t, torch.float32) for t in range(2)]
@@ -88,6 +103,11 @@ def test_the_convolution_kernel_is_torchs_operators(size, dtype):
             host = (y.cpu().float() for y in (x, weight, tail, slots))
             exact = gdn.window_convolution(*host, request=request.cpu(), ancestry=tree.cpu(), **how)
             assert_an_ulp(fused, exact)
+            key = normal(rows, 40)
+            rest = gdn.window_convolution(x, weight, tail, slots, request=request, ancestry=tree, key=key, **how)
+            assert torch.equal(key, fused[:, 40:80])
+            assert torch.equal(rest[:, :40], fused[:, :40])
+            assert torch.equal(rest[:, 80:], fused[:, 80:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

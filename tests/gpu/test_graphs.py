@@ -22,6 +22,7 @@ from app.engine.registry import family
 from app.engine.slots import Slots
 from app.engine.weights import load
 from app.errors import Rejected, WidebeamError
+from app.ops import gdn
 from app.runtime.job import Batch
 from app.runtime.loader import load_root
 from app.runtime.logs import make_log
@@ -67,6 +68,8 @@ def test_a_replay_is_the_step_bit_for_bit(kind, tmp_path):
     generator = torch.Generator(CUDA).manual_seed(1)
     for name, tensor in arena.items():
         values = torch.randn(tensor.shape, generator=generator, device=CUDA) / 3
+        if name.startswith("s_ctx"):
+            values = gdn.pack(values, torch.bfloat16)
         tensor.copy_(values if tensor.dtype.is_floating_point else torch.full(tensor.shape, 5, device=CUDA))
         other[name].copy_(tensor)
     for t in range(served.first_step, 4):

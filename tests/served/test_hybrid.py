@@ -39,20 +39,21 @@ drain_delay_s = 0.05
 """
 
 
-def write_root(root, items=ITEMS):
-    """A conditional checkpoint: the text model with a vision tower beside it."""
+def write_root(root, items=ITEMS, precision="auto", **changes):
+    """A conditional checkpoint: the text model with a vision tower beside it; `changes` to its configuration."""
     (root / "policies").mkdir(parents=True)
-    (root / "deployment.toml").write_text(DEPLOYMENT)
+    (root / "deployment.toml").write_text(f'precision = "{precision}"\n' + DEPLOYMENT)
     for name, text in {"base": support.BASE, **POLICIES}.items():
         (root / "policies" / f"{name}.yaml").write_text(text)
-    publish_weights(root, "v1")
+    publish_weights(root, "v1", **changes)
     support.write_vocab(root, SIZES, items)
     return support.store_contract(root)
 
 
-def publish_weights(root, version, seed=0):
-    exported = hybrid.write(root / "exported" / version, "qwen3_5", seed=seed, max_position_embeddings=256)
-    config = hybrid.config("qwen3_5", max_position_embeddings=256)
+def publish_weights(root, version, seed=0, **changes):
+    changes = {"max_position_embeddings": 256, **changes}
+    exported = hybrid.write(root / "exported" / version, "qwen3_5", seed=seed, **changes)
+    config = hybrid.config("qwen3_5", **changes)
     support.write_weights(root, config, load_file(exported / "model.safetensors"), version)
 
 

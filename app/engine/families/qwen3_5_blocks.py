@@ -6,7 +6,7 @@ Norms are zero-centred: they multiply by 1 + weight. A block names the state tha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from app.ops.attention import causal_attention, context_attention, extend_attent
 
 State = Mapping[str, Tensor]
 """The state of one block by the names of its specs."""
+RECORD = ("alpha", "delta", "delta_k", "delta_norm")
+"""The states that are a row's transition record, in the order of `gdn.Records`."""
 
 
 class Prompts(NamedTuple):
@@ -117,8 +119,8 @@ class LinearBlock(Block):
     def states(self, positions: int, dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """S_ctx and the convolution's tail per request; the transition record and the convolution's input per row slot.
 
-        Records are float32 beside float32 weights, else float16 (alpha float32): their entries are small, and float16
-        rounds eight times finer than bfloat16.
+        Deltas are float32 beside float32 weights, else float16: they are small, and float16 rounds eight times finer
+        than bfloat16. Keys are kept as the convolution gives them, beside the inverse of their length.
         """
         del positions
         c, record = self.config, torch.float32 if dtype == torch.float32 else torch.float16
@@ -128,15 +130,18 @@ class LinearBlock(Block):
             StateSpec("conv_input", (c.channels,), dtype, "row"),
             StateSpec("alpha", (c.value_heads,), torch.float32, "row"),
             StateSpec("delta", (c.value_heads, c.value_dim), record, "row"),
-            StateSpec("delta_k", (c.key_heads, c.key_dim), record, "row"),
+            StateSpec("delta_k", (c.key_heads, c.key_dim), dtype, "row"),
+            StateSpec("delta_norm", (c.key_heads,), torch.float32, "row"),
         )
 
     def encode(self, x: Tensor, prompts: Prompts, state: State, *, last: bool) -> Tensor:
         """See `Block.encode`."""
         mixed, z, log_alpha, beta = self._projected(x)
         window, tail = gdn.causal_convolution(mixed, self.kernel.squeeze(1), prompts.start, prompts.position)
-        o, s_ctx = gdn.chunked_delta_rule(*self._heads(window), log_alpha, beta, prompts.chunks)
-        state["s_ctx"][: prompts.requests] = s_ctx
+        q, k, v = self._heads(window)
+        rule = (gdn.unit_queries(q), gdn.unit_keys(k), v, log_alpha, beta)
+        o, s_ctx = gdn.chunked_delta_rule(*rule, prompts.chunks)
+        state["s_ctx"][: prompts.requests] = gdn.pack(s_ctx, x.dtype) if self.packs(x) else s_ctx
         state["conv_tail"][: prompts.requests] = tail
         if last:
             x, z, o = (part[prompts.last] for part in (x, z, o))
@@ -145,35 +150,63 @@ class LinearBlock(Block):
     def step(self, x: Tensor, step: Step, state: State) -> Tensor:
         """See `Block.step`: projection replay over the records of the rows' ancestors (OneLA 3.2)."""
         rows, n, count = step.rows, x.shape[0], step.length.shape[0]
+        into = None if step.final else step.t - 1
+        key = None if into is None else state["delta_k"][into, :n].flatten(1)  # the record's place
         mixed, z, log_alpha, beta = self._projected(x)
         window = gdn.window_convolution(
             mixed, self.kernel.squeeze(1), state["conv_tail"][:count], state["conv_input"],
-            request=rows.request, ancestry=rows.ancestry, first=1, compact=rows.compact,
+            request=rows.request, ancestry=rows.ancestry, first=1, compact=rows.compact, key=key,
         )  # fmt: skip
-        into = None if step.final else step.t - 1
-        o = self._replayed(window, log_alpha, beta, rows, state, into)
+        o = self._replayed(window, key, log_alpha, beta, rows, state, into)
         if into is not None:
             state["conv_input"][into, :n] = mixed
         return self._after(x, self._mixed(o, z))
 
     def _replayed(
-        self, window: Tensor, log_alpha: Tensor, beta: Tensor, rows: Rows, state: State, into: int | None
+        self,
+        window: Tensor,
+        key: Tensor | None,
+        log_alpha: Tensor,
+        beta: Tensor,
+        rows: Rows,
+        state: State,
+        into: int | None,
     ) -> Tensor:
-        """o [N, HV, V] float32, with the records written: one kernel where it fits, else torch's operators."""
-        s_ctx, key_heads = state["s_ctx"][: rows.row_start.numel() - 1], self.config.key_heads
-        records, ancestors = gdn.Records(state["alpha"], state["delta"], state["delta_k"]), rows.ancestry.shape[1] - 1
-        if gdn.unfit(window, s_ctx, records, key_heads=key_heads, ancestors=ancestors) is None:
+        """o [N, HV, V] float32, with the records written: one kernel where it fits, else torch's operators.
+
+        key  [N, HK K] in its record already; None: it is in the window, and no record is written
+        """
+        s_ctx, c = state["s_ctx"][: rows.row_start.numel() - 1], self.config
+        records = gdn.Records(*(state[name] for name in RECORD))
+        how: dict[str, Any] = {"row_start": rows.row_start, "ancestry": rows.ancestry, "compact": rows.compact}
+        if gdn.unfit(window, s_ctx, records, key_heads=c.key_heads, ancestors=rows.ancestry.shape[1] - 1) is None:
             return gdn.fused_replay(
-                window, log_alpha, beta, s_ctx, records, key_heads=key_heads,
-                row_start=rows.row_start, ancestry=rows.ancestry, first=1, compact=rows.compact, into=into,
-            )  # fmt: skip
-        o, record = gdn.replay(
-            *self._heads(window), log_alpha.exp_(), beta, s_ctx, records,
-            row_start=rows.row_start, ancestry=rows.ancestry, first=1, compact=rows.compact,
-        )  # fmt: skip
+                window,
+                log_alpha,
+                beta,
+                s_ctx,
+                records,
+                key_heads=c.key_heads,
+                key=key,
+                first=1,
+                into=into,
+                early=True,
+                **how,
+            )
+        if self.packs(window):
+            s_ctx = gdn.unpack(s_ctx, window.dtype)
+        q, k, v = self._heads(window, key)
+        alpha, norm = log_alpha.exp_(), gdn.inverse_length(k)
+        unit = k.float() * norm.unsqueeze(2)
+        o, delta = gdn.replay(gdn.unit_queries(q), unit, v, alpha, beta, s_ctx, records, first=1, **how)
         if into is not None:
-            records.put(into, record)
+            records.put(into, gdn.Record(alpha, delta, k, norm))
         return o
+
+    def packs(self, x: Tensor) -> bool:
+        """Whether S_ctx lies as the kernel reads it: on this device, for this dtype, in all steps or none."""
+        c = self.config
+        return gdn.unfit_state(x.device, x.dtype, c.key_heads, c.value_heads, c.key_dim, c.value_dim) is None
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [N, d] -> q, k, v before the convolution [N, channels], z [N, HV, V], log alpha and beta [N, HV]."""
@@ -183,12 +216,12 @@ class LinearBlock(Block):
         gates = gdn.decay_and_beta(functional.linear(normed, self.ba), self.a_log, self.dt_bias)
         return mixed, z.view(x.shape[0], c.value_heads, c.value_dim), *gates
 
-    def _heads(self, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The convolved channels [N, channels] as q, k [N, HK, K] of unit length and v [N, HV, V]."""
+    def _heads(self, window: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The convolved channels [N, channels] as q, k [N, HK, K], v [N, HV, V]; k is `key` where it lies apart."""
         c = self.config
         q, k, v = torch.split(window, [c.keys, c.keys, c.values], 1)
-        q, k = (part.view(window.shape[0], c.key_heads, c.key_dim) for part in (q, k))
-        return gdn.unit_queries(q), gdn.unit_keys(k), v.view(window.shape[0], c.value_heads, c.value_dim)
+        q, k = (part.view(window.shape[0], c.key_heads, c.key_dim) for part in (q, k if key is None else key))
+        return q, k, v.view(window.shape[0], c.value_heads, c.value_dim)
 
     def _mixed(self, o: Tensor, z: Tensor) -> Tensor:
         return functional.linear(gdn.gated_norm(o, z, self.o_norm, self.config.eps).flatten(1), self.out)

@@ -44,13 +44,16 @@ __device__ __forceinline__ void eight(const unsigned short* p, float (&x)[8]) {
 
 // x         [N, D] 16 bit, rows `pitch` apart;  weight [D, J];  tail [R, J - 1, D];  slots [steps, slot_rows, D]
 // request   [N], ancestry [N, columns] int32: of columns first.. the newest J - 1 are read; compact: slots are the rows
-// y         [N, D]
+// y         [N, D], but channels keys..2 keys go to `key` [N, keys] instead (keys 0: none do)
 // One thread: 8 channels of a row.
 extern "C" __global__ void __launch_bounds__(256) window_convolution(
     const unsigned short* __restrict__ x, i64 pitch, const unsigned short* __restrict__ weight,
     const unsigned short* __restrict__ tail, const unsigned short* __restrict__ slots, const int* __restrict__ request,
     const int* __restrict__ ancestry, i64 columns, i64 first, i64 compact, i64 slot_rows, i64 rows, i64 channels,
-    unsigned short* __restrict__ y) {
+    unsigned short* __restrict__ y, unsigned short* __restrict__ key, i64 keys) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");  // the replay behind it may ask for its states
+#endif
     const u32 blocks = gridDim.x / (u32)rows;  // of a row
     const i64 row = blockIdx.x / blocks, at = (blockIdx.x % blocks * 256 + threadIdx.x) * 8;
     if (at >= channels) return;
@@ -81,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(256) window_convolution(
     }
 #pragma unroll
     for (int i = 0; i < 8; i++) sum[i] = silu(sum[i]);
-    *(uint4*)(y + row * channels + at) =
+    *(uint4*)(at >= keys && at < 2 * keys ? key + row * keys + at - keys : y + row * channels + at) =
         make_uint4(pack(sum[0], sum[1]), pack(sum[2], sum[3]), pack(sum[4], sum[5]), pack(sum[6], sum[7]));
 }
 

@@ -45,16 +45,21 @@ def window_convolution(
     ancestry: Tensor,
     first: int,
     compact: bool,
+    key: Tensor | None,
 ) -> Tensor:
-    """See `convolution.window_convolution`; request and ancestry int32."""
+    """See `convolution.window_convolution`; request and ancestry int32. Raises ValueError for keys that do not lie
+    densely on 16 bytes."""
+    if key is not None and not (key.is_contiguous() and key.dtype == x.dtype and key.data_ptr() % _ALIGNED == 0):
+        raise ValueError("key: must be contiguous, on 16 bytes, in the dtype of x")
     n, d = x.shape
+    where, channels = (key.data_ptr(), key.shape[1]) if key is not None else (0, 0)
     out = torch.empty((n, d), dtype=x.dtype, device=x.device)
     owner, tree = request.to(torch.int32).contiguous(), ancestry.to(torch.int32).contiguous()
     kernel = _kernel("window_convolution", x, weight.shape[1])
     kernel.launch(
         n * -(-d // (8 * _THREADS)), _THREADS, x.data_ptr(), x.stride(0), weight.data_ptr(), tail.data_ptr(),
         slots.data_ptr(), owner.data_ptr(), tree.data_ptr(), tree.shape[1], first, int(compact), slots.shape[1], n, d,
-        out.data_ptr(),
+        out.data_ptr(), where, channels,
     )  # fmt: skip
     return out
 

@@ -51,6 +51,7 @@ def window_convolution(
     ancestry: Tensor,
     first: int = 0,
     compact: bool = False,
+    key: Tensor | None = None,
 ) -> Tensor:
     """One new position a row: its own input, those of its ancestors, and the prompt's tail for what is left.
 
@@ -61,11 +62,12 @@ def window_convolution(
     request   [N] int
     ancestry  [N, t - 1] int; of its columns first..t-2 the newest J - 1 are read; entries of tombstones may be anything
     compact   the ancestry is the identity: slots 0..N-1 are read in place
+    key       [N, C] in x's dtype, dense: gets channels C..2C of y, which need not be in y then
     Returns y [N, D]. On NVIDIA GPUs 16-bit operands take one kernel.
     """
     if around.convolution_fits(x, weight, tail, slots):
         return around.window_convolution(
-            x, weight, tail, slots, request=request, ancestry=ancestry, first=first, compact=compact
+            x, weight, tail, slots, request=request, ancestry=ancestry, first=first, compact=compact, key=key
         )
     n, size, columns = x.shape[0], weight.shape[1], ancestry.shape[1]
     own = range(max(first, columns - size + 1), columns)
@@ -80,4 +82,7 @@ def window_convolution(
     if older:
         prompt = (tail[:, len(own) :].float() * kernel[:, :older].T).sum(1)
         y += prompt.index_select(0, request)
-    return functional.silu(y).to(x.dtype)
+    y = functional.silu(y).to(x.dtype)
+    if key is not None:
+        key.copy_(y[:, key.shape[1] : 2 * key.shape[1]])
+    return y

@@ -26,10 +26,14 @@ def decay_and_beta(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, 
     return functional.softplus(a + dt_bias.float()).mul_(-a_log.float().exp()), torch.sigmoid(b)
 
 
+def inverse_length(k: Tensor) -> Tensor:
+    """k [..., K] any float -> 1 / sqrt(|k|^2 + 1e-6) [...], float32."""
+    return torch.rsqrt(k.float().square().sum(-1) + _EPS)
+
+
 def unit_keys(k: Tensor) -> Tensor:
     """k [..., K] any float -> k / sqrt(|k|^2 + 1e-6), float32."""
-    wide = k.float()
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPS)
+    return k.float() * inverse_length(k).unsqueeze(-1)
 
 
 def unit_queries(q: Tensor) -> Tensor:

@@ -35,20 +35,27 @@ class _Shape(NamedTuple):
     processors: int
 
 
-def unfit(window: Tensor, s_ctx: Tensor, records: Records, *, key_heads: int, ancestors: int) -> str | None:
-    """Why the kernel cannot take these operands; None where it can."""
-    hv, k, v = s_ctx.shape[1:]
-    reason = cuda.unfit(window.device)
+def unfit_state(device: torch.device, dtype: torch.dtype, hk: int, hv: int, k: int, v: int) -> str | None:
+    """Why the kernel never takes a state of these heads, [HV, K, V], behind windows of this dtype; None where it does,
+    and S_ctx then lies as `pack` makes it."""
+    reason = cuda.unfit(device)
     if reason is not None:
         return reason
-    if window.dtype not in _INPUTS:
-        return f"window: {window.dtype}; bfloat16 and float16 are served"
-    if hv % key_heads:
-        return f"s_ctx: {hv} value heads over {key_heads} key heads; equal shares are served"
-    if (reason := shape_unfit(k, v)) is not None:
-        return f"s_ctx: {reason}"
-    if s_ctx.dtype != torch.float32 or records.delta.dtype != torch.float16 or records.k.dtype != torch.float16:
-        return "s_ctx and records: float32 and float16 are served"
+    if dtype not in _INPUTS:
+        return f"window: {dtype}; bfloat16 and float16 are served"
+    if hv % hk:
+        return f"s_ctx: {hv} value heads over {hk} key heads; equal shares are served"
+    reason = shape_unfit(k, v)
+    return reason and f"s_ctx: {reason}"
+
+
+def unfit(window: Tensor, s_ctx: Tensor, records: Records, *, key_heads: int, ancestors: int) -> str | None:
+    """Why the kernel cannot take these operands; None where it can."""
+    reason = unfit_state(window.device, window.dtype, key_heads, *s_ctx.shape[1:])
+    if reason is not None:
+        return reason
+    if s_ctx.dtype != torch.float32 or records.delta.dtype != torch.float16 or records.k.dtype != window.dtype:
+        return "s_ctx and records: float32, deltas in float16 and keys in the window's dtype are served"
     return f"ancestry: {ancestors} ancestors; at most {DEPTH}" if ancestors > DEPTH else None
 
 
@@ -69,22 +76,26 @@ def fused_replay(
     ancestry: Tensor,
     first: int = 0,
     compact: bool = False,
+    key: Tensor | None = None,
     into: int | None,
     dtype: torch.dtype = torch.float32,
     portable: bool = False,
+    early: bool = False,
 ) -> Tensor:
     """One decode step of every row: unit keys and queries, `replay`, and the records' slots, in one launch.
 
     window     [N, 2 HK K + HV V] bfloat16 or float16: q, k, v of each row as the convolution gives them
     log_alpha, beta  [N, HV] float32
-    s_ctx      [R, HV, K, V] float32
-    records    slots; k and delta float16
+    s_ctx      [R, HV, K, V] float32, as `pack` makes it
+    records    slots; delta float16, k in the window's dtype
     row_start  [R + 1], ancestry [N, t - 1] int32, both on the device; first, compact: see `replay`
-    into       the slots (into, 0..N-1) are written; None = none
+    key        [N, HK K], dense: the rows' keys, instead of those in the window
+    into       the slots (into, 0..N-1) are written; None = none. Where `key` is their k itself, that stays as it is
     dtype      of the output: float32 or the window's
     portable   use what every GPU since compute capability 8.0 has, on 9.0 too, where warpgroup products are quicker
+    early      S_ctx was there before the kernel launched last began: it may be read while that one ends
     Returns o [N, HV, V]. Raises ValueError with the reason of `unfit`. q, k are exact operands; S_ctx is rounded to two
-    16-bit terms (relative 2^-17), delta and k to float16 in their slots only.
+    16-bit terms (relative 2^-17), delta to float16 in its slot only.
     """
     n, (requests, hv, k, v) = len(window), s_ctx.shape
     reason = unfit(window, s_ctx, records, key_heads=key_heads, ancestors=ancestry.shape[1] - first)
@@ -98,7 +109,10 @@ def fused_replay(
     wgmma = not portable and torch.cuda.get_device_capability(window.device) == (9, 0)
     bf16, out32 = window.dtype == torch.bfloat16, dtype == torch.float32
     shape = _compiled(window.device, k, v, bf16=bf16, out32=out32, wgmma=wgmma)
-    operands = [window.contiguous(), log_alpha.contiguous(), beta.contiguous(), s_ctx.contiguous(), *records]
+    window = window.contiguous()
+    own = window[:, key_heads * k :] if key is None else key.contiguous()
+    copied = into is not None and own.data_ptr() != records.k[into].data_ptr()
+    operands = [log_alpha.contiguous(), beta.contiguous(), s_ctx.contiguous(), *records]
     start, tree = row_start.to(torch.int32).contiguous(), ancestry.to(torch.int32).contiguous()
     for name, tensor in zip(Records._fields, records, strict=True):
         if not tensor.is_contiguous():
@@ -107,35 +121,49 @@ def fused_replay(
     splits = max(1, min(shape.resident * shape.processors // blocks, -(-n // (requests * shape.rows))))
     shape.kernel.launch(
         blocks * splits, shape.rows * 4,
-        operands[0].data_ptr(), np.int32(operands[0].shape[1]), *(x.data_ptr() for x in operands[1:]),
+        window.data_ptr(), window.stride(0), own.data_ptr(), own.stride(0), *(x.data_ptr() for x in operands),
         start.data_ptr(), tree.data_ptr(), *(np.int32(x) for x in (tree.shape[1], first, compact)),
-        records.k.shape[1], *(np.int32(x) for x in (-1 if into is None else into, key_heads, hv, splits)),
-        out.data_ptr(),
+        records.k.shape[1], *(np.int32(x) for x in (-1 if into is None else into, copied, key_heads, hv, splits)),
+        out.data_ptr(), early=early and wgmma,
     )  # fmt: skip
     return out
 
 
-def staged(k: int, shared: int) -> bool:
-    """Whether queries are read ahead; shared: bytes of shared memory of a processor."""
-    columns, warps, resident = _blocks(k)
-    state, ahead = k * columns * 4, warps * 32 * (2 * k + columns) // 2
-    return k == 128 and shared >= resident * (state + ahead + RESERVED)
+class Blocks(NamedTuple):
+    """Of a compiled kernel: `columns` of V and `warps` a block, how many blocks are `resident` on a processor, whether
+    it has warpgroups' products and the copy engine, and whether queries are read ahead."""
+
+    columns: int
+    warps: int
+    resident: int
+    wgmma: bool
+    staged: bool
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """What the source is compiled with."""
+        return {"VT": self.columns, "WGMMA": int(self.wgmma), "STAGED": int(self.staged)}
+
+    def memory(self, k: int) -> int:
+        """Bytes of shared memory: columns of the state, what is read ahead, a barrier."""
+        return k * self.columns * 4 + self.staged * self.warps * 32 * (2 * k + self.columns) // 2 + 16
 
 
-def _blocks(k: int) -> tuple[int, int, int]:
-    """Columns of V and warps of a block, and blocks of a processor."""
-    return (128, 8, 2) if k == 128 else (64, 4, 3)
+def blocks(k: int, shared: int, *, wgmma: bool) -> Blocks:
+    """How the kernel cuts heads of K; shared: bytes of shared memory of a processor."""
+    if k != 128:
+        return Blocks(128, 12, 1, wgmma, staged=False) if wgmma else Blocks(64, 4, 3, wgmma, staged=False)
+    ahead = Blocks(128, 8, 2, wgmma, staged=True)
+    return ahead._replace(staged=shared >= ahead.resident * (ahead.memory(k) + RESERVED))
 
 
 @cache
 def _compiled(device: torch.device, k: int, v: int, *, bf16: bool, out32: bool, wgmma: bool) -> _Shape:
     """Once for each device and shape."""
-    columns, warps, resident = _blocks(k)
-    flags = {"K": k, "V": v, "VT": columns, "BF16": int(bf16), "OUT32": int(out32), "WGMMA": int(wgmma)}
     about = torch.cuda.get_device_properties(device)
-    state, ahead = k * columns * 4, warps * 32 * (2 * k + columns) // 2
-    stage = staged(k, about.shared_memory_per_multiprocessor)
-    source, memory = Path(__file__).with_name("kernel.cu"), state + ahead * stage
-    arch = "sm_90a" if wgmma else ""
-    kernel = cuda.load(source, "replay", device, memory=memory, arch=arch, **flags, STAGED=int(stage))
-    return _Shape(kernel, columns, warps * 8, resident, about.multi_processor_count)
+    cut = blocks(k, about.shared_memory_per_multiprocessor, wgmma=wgmma)
+    kernel = cuda.load(
+        Path(__file__).with_name("kernel.cu"), "replay", device, memory=cut.memory(k), arch="sm_90a" if wgmma else "",
+        K=k, V=v, BF16=int(bf16), OUT32=int(out32), **cut.defines,
+    )  # fmt: skip
+    return _Shape(kernel, cut.columns, cut.warps * 8, cut.resident, about.multi_processor_count)

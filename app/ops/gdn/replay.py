@@ -26,12 +26,14 @@ class Records(NamedTuple):
 
     alpha  [steps, rows, HV] float32
     delta  [steps, rows, HV, V] float
-    k      [steps, rows, HK, K] float, unit length
+    k      [steps, rows, HK, K] float: keys as the convolution gives them
+    norm   [steps, rows, HK] float32: 1 / |k|. The rule's key is k * norm, so 16 bit round no key
     """
 
     alpha: Tensor
     delta: Tensor
     k: Tensor
+    norm: Tensor
 
     def put(self, j: int, record: Record) -> None:
         """Write slots (j, 0..N-1)."""
@@ -39,14 +41,16 @@ class Records(NamedTuple):
         self.alpha[j, :n] = record.alpha
         self.delta[j, :n] = stored_delta(record.delta, self.delta.dtype)
         self.k[j, :n] = record.k
+        self.norm[j, :n] = record.norm
 
 
 class Record(NamedTuple):
-    """The transition of N rows: alpha [N, HV], delta [N, HV, V], k [N, HK, K], all float32."""
+    """The transition of N rows: alpha [N, HV], delta [N, HV, V] float32, k [N, HK, K] float, norm [N, HK] float32."""
 
     alpha: Tensor
     delta: Tensor
     k: Tensor
+    norm: Tensor
 
 
 def replay(
@@ -62,7 +66,7 @@ def replay(
     ancestry: Tensor,
     first: int = 0,
     compact: bool = False,
-) -> tuple[Tensor, Record]:
+) -> tuple[Tensor, Tensor]:
     """One decode step of every row.
 
     q, k         [N, HK, K] float32 as the rule takes them: unit length, q scaled
@@ -73,7 +77,7 @@ def replay(
     ancestry     [N, t - 1] int: column j is the slot of step j + 1 that belongs to the row; columns first..t-2 are
                  read; entries of tombstones may be anything
     compact      the ancestry is the identity: slots 0..N-1 are read in place, without a gather
-    Returns o [N, HV, V] float32 and the rows' own record.
+    Returns o and delta [N, HV, V] float32; delta belongs into the rows' own record.
     """
     n, hk, hv = q.shape[0], k.shape[1], v.shape[1]
     if hv % hk:
@@ -84,15 +88,15 @@ def replay(
         slot = ancestry.clamp(0, records.k.shape[1] - 1)
     for j in range(first, ancestry.shape[1]):
         past = (x[j, :n] if compact else x[j].index_select(0, slot[:, j]) for x in records)
-        decay, delta, key = past
-        dots = (both * key.float().unsqueeze(1)).sum(3)
+        decay, delta, key, norm = past
+        dots = (both * key.float().unsqueeze(1)).sum(3) * norm.unsqueeze(1)
         u.mul_(decay.view(n, 1, hk, -1, 1))
         u.addcmul_(delta.float().view(n, 1, hk, hv // hk, -1), dots[:, :, :, None, None])
     u_q, u_k = (x.reshape(n, hv, -1) for x in u.unbind(1))
     decay, gate = alpha.unsqueeze(2), beta.unsqueeze(2)
     delta = torch.addcmul(v.float(), decay, u_k, value=-1).mul_(gate)
     dot = (q * k).sum(2).repeat_interleave(hv // hk, 1).unsqueeze(2)
-    return torch.addcmul(decay * u_q, delta, dot), Record(alpha, delta, k)
+    return torch.addcmul(decay * u_q, delta, dot), delta
 
 
 def _projection_shapes(x: Tensor, s_ctx: Tensor, row_start: Tensor) -> Tensor:

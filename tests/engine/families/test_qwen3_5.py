@@ -144,7 +144,9 @@ def test_sixteen_bit_engines_stay_close(precision, tmp_path):
     other = decode(rounded, PROMPTS, random_paths(), rounded.new_arena(tiny.LIMITS))
     dtypes = {spec.name: spec.dtype for spec in rounded.state_specs()}
     assert dtypes["s_ctx.0"] == dtypes["alpha.0"] == torch.float32
-    assert dtypes["delta.0"] == dtypes["delta_k.0"] == torch.float16
+    assert dtypes["delta.0"] == torch.float16
+    assert dtypes["delta_k.0"] == getattr(torch, precision)
+    assert dtypes["delta_norm.0"] == torch.float32
     for a, b in zip(one, other, strict=True):
         assert b.logits.dtype == torch.float32
         error = (a.logits - b.logits).abs().mean() / a.logits.std()
@@ -381,7 +383,7 @@ def test_the_state_is_named_and_sized_as_the_paper_has_it(tmp_path):
     assert specs["s_ctx.0"] == ((4, 8, 6), "request")
     assert specs["conv_tail.0"] == ((3, 56), "request")
     assert specs["prompt_k.1"] == ((25, 2, 8), "request")
-    record = {"alpha.2": (4,), "delta.2": (4, 6), "delta_k.2": (2, 8), "conv_input.2": (56,)}
+    record = {"alpha.2": (4,), "delta.2": (4, 6), "delta_k.2": (2, 8), "delta_norm.2": (2,), "conv_input.2": (56,)}
     assert {name: specs[name] for name in record} == {name: (shape, "row") for name, shape in record.items()}
     assert not [name for name, (_, scope) in specs.items() if scope == "row" and name.startswith("s_ctx")]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from app.ops.gdn import Records, replay, unit_keys, unit_queries
+from app.ops.gdn import Record, Records, replay, unit_keys, unit_queries
 from app.ops.gdn.reference import delta_rule_step
 
 
@@ -55,7 +55,8 @@ def new_records(steps: int, rows: int, shape: Shape, dtype: torch.dtype = torch.
     return Records(
         torch.full((steps, rows, shape.hv), torch.nan),
         torch.full((steps, rows, shape.hv, shape.v), torch.nan, dtype=dtype),
-        torch.full((steps, rows, shape.hk, shape.k), torch.nan, dtype=dtype),
+        torch.full((steps, rows, shape.hk, shape.k), torch.nan),
+        torch.full((steps, rows, shape.hk), torch.nan),
     )
 
 
@@ -109,7 +110,8 @@ def decode(
         else:
             ancestry = ancestry[parent]
         start = torch.tensor([0, *widths[t]]).cumsum(0)
-        o, record = replay(*x[:3], x.alpha, x.beta, s_ctx, slots, row_start=start, ancestry=ancestry, compact=compact)
-        slots.put(t, record)
+        o, delta = replay(*x[:3], x.alpha, x.beta, s_ctx, slots, row_start=start, ancestry=ancestry, compact=compact)
+        length = 0.5 + torch.rand(x.k.shape[:2], generator=generator)
+        slots.put(t, Record(x.alpha, delta, x.k * length.unsqueeze(2), 1 / length))
         ours.append(o)
     return Run(ours, theirs)

@@ -46,6 +46,14 @@ def test_a_rows_window_is_the_end_of_its_own_sequence(size, compact, first):
             torch.testing.assert_close(y[n], functional.silu((padded * weight.T).sum(0)), atol=1e-6, rtol=1e-5)
 
 
+def test_keys_go_where_they_are_kept():
+    x, weight, slots, key = torch.randn(5, 24), torch.randn(24, 4), torch.randn(3, 5, 24), torch.zeros(5, 6)
+    how = {"request": torch.zeros(5, dtype=torch.int64), "ancestry": torch.randint(0, 5, (5, 2))}
+    y = window_convolution(x, weight, torch.zeros(1, 3, 24), slots, **how)
+    window_convolution(x, weight, torch.zeros(1, 3, 24), slots, key=key, **how)
+    assert torch.equal(key, y[:, 6:12])
+
+
 def test_sixteen_bit_inputs_are_summed_in_float32():
     x, weight = torch.randn(40, 8).bfloat16(), torch.randn(8, 4).bfloat16()
     start, place = torch.tensor([0, 40]), torch.arange(40)

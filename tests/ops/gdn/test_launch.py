@@ -6,10 +6,13 @@ import torch
 from app.ops.gdn import Records, fused_replay, launch, unfit
 
 
-def operands(dtype=torch.bfloat16, k=128, v=128, hv=4, record=torch.float16):
+def operands(dtype=torch.bfloat16, k=128, v=128, hv=4, record=torch.float16, key=None):
     window = torch.zeros(3, 2 * 2 * k + hv * v, dtype=dtype)
     records = Records(
-        torch.zeros(2, 3, hv), torch.zeros(2, 3, hv, v, dtype=record), torch.zeros(2, 3, 2, k, dtype=record)
+        torch.zeros(2, 3, hv),
+        torch.zeros(2, 3, hv, v, dtype=record),
+        torch.zeros(2, 3, 2, k, dtype=key or dtype),
+        torch.zeros(2, 3, 2),
     )
     return window, torch.zeros(1, hv, k, v), records
 
@@ -33,6 +36,7 @@ def test_a_cpu_is_refused_with_the_reason():
         ({"v": 96}, 1, "V 96"),
         ({"hv": 3}, 1, "3 value heads over 2 key heads"),
         ({"record": torch.float32}, 1, "s_ctx and records"),
+        ({"key": torch.float16}, 1, "s_ctx and records"),
         ({}, 9, "ancestry: 9 ancestors; at most 8"),
         ({}, 8, None),
         ({"k": 256, "v": 512, "hv": 8, "dtype": torch.float16}, 0, None),

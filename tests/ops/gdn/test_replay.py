@@ -37,7 +37,7 @@ def test_what_tombstones_hold_stays_with_them():
     x = cases.tokens(rows, shape, 0)
     s_ctx = torch.randn(2, shape.hv, shape.k, shape.v)
     slots = cases.new_records(2, 8, shape)
-    slots.put(0, Record(x.alpha, x.v, x.k))
+    slots.put(0, Record(x.alpha, x.v, x.k, torch.ones(rows, shape.hk)))
     start, ancestry = torch.tensor([0, 4, 6]), torch.tensor([[0], [1], [2], [3], [4], [5]])
     clean, _ = replay(*x[:3], x.alpha, x.beta, s_ctx, slots, row_start=start, ancestry=ancestry)
     for tensor in x:
