@@ -86,6 +86,7 @@ def call(x: Inputs, t: int, dtype: torch.dtype, *, compact: bool = False, portab
     return fused_replay(
         x.windows[t], x.log_alpha[t], x.beta[t], x.packed, x.records, key_heads=x.g.hk, row_start=x.row_start,
         ancestry=x.ancestry[t], compact=compact, key=x.records.k[t].flatten(1), into=t, dtype=dtype, portable=portable,
+        early=True,
     )  # fmt: skip
 
 

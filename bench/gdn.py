@@ -71,21 +71,28 @@ def peer_times(name: str, g: Geometry, requests: int, width: int) -> list[float]
     return staged_times(run, CALLS, 3 if states > 4 << 30 else 6)[1:]
 
 
-def operator(geometries: tuple[Geometry, ...], deadline: float) -> list[dict[str, Any]]:
-    """One line a (R, W, geometry): times of T = 2..CALLS by every path. Peers stop at the deadline (monotonic)."""
+def operator(peers: tuple[Geometry, ...], deadline: float, earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line a (R, W, geometry): times of T = 2..CALLS by every path.
+
+    peers    the geometries that the peers run; none starts behind the deadline (monotonic)
+    earlier  a table whose peers' times stay where they do not run
+    """
     table = []
-    for g, (requests, width) in product(geometries, SHAPES):
+    known = {tuple(line[x] for x in ("R", "W", *Geometry._fields)): line for line in earlier}
+    for g, (requests, width) in product(GEOMETRIES, SHAPES):
         line: dict[str, Any] = {"R": requests, "W": width, **g._asdict(), "T": list(range(2, CALLS + 1))}
         line["onela_ms"] = own_times(g, requests, width)
         rows = requests * width
         line["floor_ms"] = [floor(g, rows, requests, calls) for calls in line["T"]]
         for name in ("full", "replayssm"):
             clean()
-            late = time.monotonic() > deadline
+            late = g not in peers or time.monotonic() > deadline
             try:
                 line[f"{name}_ms"] = None if late else peer_times(name, g, requests, width)
             except RuntimeError as error:  # out of memory, or a shape that the peer does not take
                 line[f"{name}_ms"], line[f"{name}_error"] = None, str(error).splitlines()[0]
+            if line[f"{name}_ms"] is None:
+                line[f"{name}_ms"] = known.get((requests, width, *g), {}).get(f"{name}_ms")
         clean()
         table.append(line)
         shown = {name: line[f"{name}_ms"] and [round(line[f"{name}_ms"][i], 4) for i in (0, -1)] for name in PATHS}
@@ -127,10 +134,10 @@ def summary(table: list[dict[str, Any]]) -> dict[str, Any]:
 # ---- DRAM traffic ----------------------------------------------------------------------------------------------------
 
 
-def child(calls: int) -> None:
-    """What Nsight Compute watches: every path's calls at R = 4, W = 512, a marker kernel in front of each path."""
-    for name, build in PATHS.items():
-        run = build(batch(GEOMETRIES[0], 4, 512, calls, 0), calls)
+def child(calls: int, paths: list[str]) -> None:
+    """What Nsight Compute watches: the paths' calls at R = 4, W = 512, a marker kernel in front of each path."""
+    for name in paths:
+        run = PATHS[name](batch(GEOMETRIES[0], 4, 512, calls, 0), calls)
         run(unmarked)
         flush = torch.empty(64 << 20, device="cuda")
         flush.sum()
@@ -144,8 +151,11 @@ def child(calls: int) -> None:
         clean()
 
 
-def traffic(calls: int) -> dict[str, Any]:
-    """DRAM bytes read and written by each path, or why they are not known; beside what was counted."""
+def traffic(calls: int, paths: list[str], earlier: list[dict[str, Any]]) -> dict[str, Any]:
+    """DRAM bytes read and written by each path, or why they are not known; beside what was counted.
+
+    earlier  results whose counters stay for the other paths
+    """
     g, rows = GEOMETRIES[0], 4 * 512
     found: dict[str, Any] = {
         "T": calls,
@@ -154,7 +164,7 @@ def traffic(calls: int) -> dict[str, Any]:
     command = [
         "ncu", "--csv", "--print-units", "base", "--metrics", "dram__bytes_read.sum,dram__bytes_write.sum",
         "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off",
-        sys.executable, "-m", "bench.gdn", "--child", str(calls),
+        sys.executable, "-m", "bench.gdn", "--child", str(calls), "--paths", ",".join(paths),
     ]  # fmt: skip
     try:
         done = subprocess.run(
@@ -164,14 +174,16 @@ def traffic(calls: int) -> dict[str, Any]:
         return {**found, "counters": str(error)[:200]}
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     by_path: dict[str, dict[str, int]] = {}
-    names = iter(PATHS)
+    names = iter(paths)
     for line in csv.DictReader(lines):
         if "arange" in line["Kernel Name"] and line["Metric Name"].startswith("dram__bytes_read"):
             by_path[current := next(names)] = {"read": 0, "written": 0}
         elif "arange" not in line["Kernel Name"]:
             kind = "read" if "read" in line["Metric Name"] else "written"
             by_path[current][kind] += int(line["Metric Value"].replace(",", ""))
-    return {**found, "counters": by_path or (done.stdout + done.stderr)[-300:]}
+    before = [line["counters"] for line in earlier if line["T"] == calls and isinstance(line["counters"], dict)]
+    kept = before[0] if by_path and before else {}
+    return {**found, "counters": {**kept, **by_path} or (done.stdout + done.stderr)[-300:]}
 
 
 # ---- what is written down --------------------------------------------------------------------------------------------
@@ -234,7 +246,7 @@ def _figure_8(found: dict[str, Any]) -> list[str]:
         lines += ["| | state | written | moved between calls | DRAM read | DRAM written | by | FLOP / byte |"]
         lines += ["| --- " * 8 + "|"]
         for name, count in line["counted"].items():
-            read = isinstance(line["counters"], dict)
+            read = isinstance(line["counters"], dict) and name in line["counters"]
             moved = line["counters"][name] if read else {"read": count["traffic"], "written": 0}
             sizes = (count["state"], count["written"], count["moved"], moved["read"], moved["written"])
             cells = [f"{x / 2**20:.1f}" for x in sizes]
@@ -290,7 +302,8 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=PARTS, help=", ".join(PARTS))
-    parser.add_argument("--geometries", type=int, default=len(GEOMETRIES), help="how many of the nine")
+    parser.add_argument("--peers", default="0,1,2,3,4,5,6,7,8", help="geometries that the operator's peers run anew")
+    parser.add_argument("--paths", default=",".join(PATHS), help="whose traffic is counted anew")
     parser.add_argument("--seconds", type=float, default=3600, help="no peer of the operator starts after that")
     parser.add_argument("--commit", default="", help="noted beside the figures")
     parser.add_argument("--out", type=Path, help="without its suffix: .json and .md are written")
@@ -300,14 +313,15 @@ def main() -> None:
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.child:
-        child(args.child)
+        child(args.child, args.paths.split(","))
         return
     begun, found = time.monotonic(), before(args.out) | {"about": {**about(), "commit": args.commit}}
+    peers = tuple(GEOMETRIES[int(n)] for n in args.peers.split(",") if n)
     parts: dict[str, Callable[[], Any]] = {
         "check": check_all,
-        "operator": lambda: operator(GEOMETRIES[: args.geometries], begun + args.seconds),
+        "operator": lambda: operator(peers, begun + args.seconds, found.get("operator", [])),
         "model": lambda: [compare(setting) for setting in SETTINGS],
-        "traffic": lambda: [traffic(calls) for calls in (2, CALLS)],
+        "traffic": lambda: [traffic(calls, args.paths.split(","), found.get("traffic", [])) for calls in (2, CALLS)],
     }
     compile_all()
     for name in [part for part in PARTS if part in args.parts]:
