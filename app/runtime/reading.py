@@ -23,7 +23,7 @@ from app.errors import Rejected, unreadable
 from app.runtime.contracts import Contracts
 from app.runtime.memory import EXHAUSTED, check_fits, check_vocab_fits
 from app.vocab import artifact
-from app.vocab.manifest import verify
+from app.vocab.manifest import Manifest, verify
 from app.vocab.vocab import Vocab
 
 NOT_OF_BYTES: Final = frozenset({
@@ -63,6 +63,7 @@ def read_weights(
                 directory, kind, deployment.sid, deployment.limits,
                 precision=precision, device=device, slots=slots, sha256=sha256,
             )  # fmt: skip
+        _check_unchanged(directory, manifest)
     except Rejected as error:
         if error.code not in NOT_OF_BYTES:
             verify(directory, "weights")
@@ -79,7 +80,14 @@ def again(known: Weights, directory: Path, deployment: Deployment, contracts: Co
     contract = contracts.of(family(deployment.family), model_files(directory), deployment, known.engine.dtype)
     if (contract.weights, contract.config) != (known.contract.weights, known.contract.config):
         raise Rejected("changed_on_disk", "what is on the disk is not what was loaded")
+    _check_unchanged(directory, manifest)
     return Weights(known.engine, contract, manifest.digest)
+
+
+def _check_unchanged(directory: Path, manifest: Manifest) -> None:
+    """What lies beside the tensors was hashed first and read by name afterwards: it must be the same still."""
+    if verify(directory, "weights", lambda name: not _is_streamed(name)) != manifest:
+        raise Rejected("changed_on_disk", "the version has changed while it was read")
 
 
 def model_files(directory: Path) -> ModelFiles:
