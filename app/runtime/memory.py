@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from app.config import Deployment
+from app.core import Contract
 from app.engine.families.base import ModelFiles
 from app.engine.fp8 import carrier
 from app.engine.registry import family
@@ -18,6 +19,7 @@ from app.engine.tokens import read_json
 from app.engine.weights import layout, read_entries, resolve_precision
 from app.errors import Rejected
 from app.ops.fp8 import FP8
+from app.runtime.workspace import arena_bytes
 from app.vocab.aggregates import sizes
 from app.vocab.artifact import FILE
 from app.vocab.vocab import Vocab
@@ -73,9 +75,7 @@ def free(device: torch.device) -> int | None:
     return min(known, default=None)
 
 
-def check_fits(
-    directory: Path, deployment: Deployment, device: torch.device, reused: int = 0, beside: int = 0
-) -> None:
+def check_fits(directory: Path, deployment: Deployment, device: torch.device, reused: int = 0, beside: int = 0) -> None:
     """Raise Rejected("no_memory") where weights would not fit. reused: bytes of free slots, which they get first ·
     beside: bytes that a new slot is followed by, its captured steps."""
     _check(max(0, needed(directory, deployment, device) - reused) + beside, device)
@@ -96,6 +96,12 @@ def check_vocab_fits(directory: Path, deployment: Deployment, device: torch.devi
 def check_columns_fit(vocab: Vocab, deployment: Deployment, device: torch.device) -> None:
     """The same for the declared columns of a catalogue in memory."""
     _check_catalogue(len(vocab), vocab.trie.nodes, 0, deployment, device)
+
+
+def check_state_fits(contract: Contract, device: torch.device, *, requests: int = 1, rows: int = 1) -> None:
+    """The same for the state memory of a contract: the parts of requests and of rows as often as they are there."""
+    steps = len(contract.sizes)
+    _check(arena_bytes(contract.states, contract.limits, steps, requests=requests, rows=rows), device)
 
 
 def _check_catalogue(items: int, nodes: int, file: int, deployment: Deployment, device: torch.device) -> None:

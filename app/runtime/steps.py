@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from app.core import Explanation, Ranked, Rows, StepOutput
+from app.core import Arena, Contract, Explanation, Ranked, Rows, StepOutput
 from app.engine.cuda_graphs import CudaRecorder
 from app.engine.engine import Engine
 from app.engine.graphs import Graphs, Recorder, Taken
@@ -21,10 +21,12 @@ from app.runtime.final import rank_items
 from app.runtime.flight import Flight, Pause, go
 from app.runtime.job import Batch, Job, Served
 from app.runtime.laps import Laps
+from app.runtime.memory import check_state_fits
 from app.runtime.metrics import Metrics
 from app.runtime.selection import Selection, judge
 from app.runtime.snapshot import Snapshot
 from app.runtime.state import TRANSITIONS, Ancestry, BatchState, Finalists, Transition
+from app.runtime.turns import Turns
 
 
 def cuda_graphs(engine: Engine) -> Recorder | None:
@@ -62,6 +64,7 @@ class StepLoop:
         self._clock, self._metrics, self._beside = clock, metrics, beside
         self._transition, self._recorder = TRANSITIONS[transition], recorder
         self._lanes: dict[str, Lane] = {}
+        self._turns = Turns()
 
     def serve(self, batch: Batch) -> list[Served]:
         """Every job of the batch with its result or its error, once each."""
@@ -71,7 +74,8 @@ class StepLoop:
         """Ask the device for everything from the contexts to the last survivors. A GPU is not waited for: another batch
         may be launched behind this one, which it then finds in the same state memory."""
         flight = Flight(batch, [], self.run(batch))
-        go(flight, self._clock, Pause.LAUNCHED)
+        with self._turns.launch():
+            go(flight, self._clock, Pause.LAUNCHED)
         return flight
 
     def await_last(self, flight: Flight) -> None:
@@ -195,10 +199,15 @@ class StepLoop:
         contract, engine = snapshot.contract, snapshot.engine
         lane = self._lanes.get(contract.id)
         if lane is None:
+            beside, moves = self._beside(engine), self._transition is not Ancestry
+            check_state_fits(contract, engine.device, requests=1 + beside, rows=1 + moves)
             arena = engine.new_arena(contract.limits)
-            recorder = self._recorder(engine) if self._transition is Ancestry else None
-            graphs = Graphs(arena, contract.limits, contract.sizes, engine.device, recorder) if recorder else None
-            contexts = ContextLane(arena, contract.states, engine.device, own=self._beside(engine))
+            recorder = None if moves else self._recorder(engine)
+            graphs = self._graphs(arena, contract, engine, recorder) if recorder else None
+            contexts = ContextLane(arena, contract.states, engine.device, own=beside)
             lane = Lane(self._transition(arena, contract.states), graphs, contexts)
             self._lanes[contract.id] = lane
         return lane
+
+    def _graphs(self, arena: Arena, contract: Contract, engine: Engine, recorder: Recorder) -> Graphs:
+        return Graphs(arena, contract.limits, contract.sizes, engine.device, recorder, self._turns.capture)

@@ -42,12 +42,18 @@ def workspace(
     rows = (*most_rows(limits, sizes), min(limits.rows, limits.batch * limits.widths[-1]))
     steps = list(zip(rows, rows[1:], sizes, limits.widths, strict=False))
     return {
-        "arena_bytes": limits.batch * request + max(len(sizes) - 1, 1) * limits.rows * row,
+        "arena_bytes": arena_bytes(states, limits, len(sizes)),
         "request_bytes": request,
         "row_slot_bytes": row,
         "logits_bytes": _logits_bytes(functions, rows, sizes),
         "selection_bytes": max(selection_bytes(*step) for step in steps),
     }
+
+
+def arena_bytes(states: Sequence[StateSpec], limits: Limits, steps: int, *, requests: int = 1, rows: int = 1) -> int:
+    """Of one lane's arena, with the parts of requests and of rows as often as they are there."""
+    request, row = (_state_bytes(states, scope) for scope in ("request", "row"))
+    return requests * limits.batch * request + rows * max(steps - 1, 1) * limits.rows * row
 
 
 def selection_bytes(rows: int, survivors: int, codes: int, width: int) -> int:

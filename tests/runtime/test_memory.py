@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from app.config import parse
+from app.errors import Rejected
 from app.runtime import memory, preparing
 from app.runtime.memory import catalogue_needed, check_vocab_fits
+from app.runtime.metrics import Metrics
 from app.runtime.reading import read_fitting_vocab, read_vocab
+from app.runtime.steps import StepLoop
 from app.vocab.aggregates import side_data, sizes
 from app.vocab.artifact import save_vocab
 from app.vocab.items import Numbers, Strings, Table, Texts
@@ -124,3 +127,25 @@ async def test_weights_whose_captured_steps_would_not_fit_are_refused_before_the
         status = await server.settles(lambda status: state_of(status, "weights", "v2")["state"] == "rejected")
         assert state_of(status, "weights", "v2")["reason"]["code"] == "no_memory"
         assert serving("v1", "v1")(status)
+
+
+@pytest.mark.parametrize("transition", ["ancestry", "compaction"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_state_memory_of_a_contract_is_refused_before_it_is_taken_where_it_would_not_fit(
+    monkeypatch, beside, transition
+):
+    deployment = support.deployment_of((4, 5, 6))
+    engine = support.onerec_engine((4, 5, 6), deployment.limits)
+    snapshot = support.snapshot_of(engine, support.catalogue(np.array([[1, 2, 3]]), (4, 5, 6)), deployment)
+    arena = engine.new_arena(deployment.limits)
+    scopes = {state.name: state.scope for state in snapshot.contract.states}
+    often = {"request": 1 + beside, "row": 1 + (transition == "compaction")}
+    needed = sum(often[scopes[name]] * tensor.nbytes for name, tensor in arena.items())
+    left = [memory.SPARE + needed - 1]
+    monkeypatch.setattr(memory, "free", lambda _: left[0])
+    loop = StepLoop(lambda: 0.0, Metrics(), transition, beside=lambda _: beside)
+    with pytest.raises(Rejected) as refused:
+        loop.prepare(snapshot)
+    assert refused.value.code == "no_memory"
+    left[0] += 1
+    loop.prepare(snapshot)
