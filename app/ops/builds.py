@@ -85,7 +85,7 @@ def needed(needs: Needs, arch: str) -> tuple[Build, ...]:
     for wide in (0, 1):
         found += [Build.of(_OPS / "trie" / "kernel.cu", WIDE=wide)]
         found += [Build.of(_OPS / "selection" / "candidates.cu", WIDE=wide)]
-    found += [Build.of(_OPS / "selection" / "radix.cu", ROWS=r, CUT=c) for r, c in ((1, 0), (1, 1), (2, 1), (4, 1))]
+    found += [Build.of(_OPS / "selection" / "radix.cu", CUT=cut) for cut in (0, 1)]
     found += _selection(needs, GPUS[arch])
     return tuple(dict.fromkeys(found))
 

@@ -2,13 +2,15 @@
 logits are read, and no tensor of them is written.
 
 The text depends on the structure alone: parameters, widths and what requests say are read from a table, so that an edit
-of parameters compiles nothing and arms share a kernel. Steps with operators of the phases keep, prune, quota and select
-have no such form, nor have noise and the place among siblings.
+of parameters compiles nothing and arms share a kernel. Of the operators of rows `min_p` and `epsilon` have such a form;
+those of requests, noise and the place among siblings have none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import numpy as np
 
@@ -31,13 +33,28 @@ class _NoForm(Exception):
     """An expression that the kernels have no form for, and why."""
 
 
-def generate(logits: Expr | None, score: Expr, rank: Expr | None, scope: Scope, *, normalized: bool) -> Generated | str:
-    """The step's phases as C, or why there is none. logits, rank: None where they are `logit` and `score`."""
+FLOORS = {"min_p": "add(best, {})", "epsilon": "{}"}
+"""Operators of `keep` that leave what reaches a log-probability, by the row's largest, `best`, and that of their p."""
+
+
+def generate(
+    logits: Expr | None, keep: Sequence[tuple[str, Expr]], score: Expr, rank: Expr | None, scope: Scope, *,
+    normalized: bool,
+) -> Generated | str:  # fmt: skip
+    """The step's phases as C, or why there is none.
+
+    logits, rank  None where they are `logit` and `score` · keep: operators, of FLOORS, and their p
+    """
+    if keep and logits is not None:
+        return "keep works on changed logits"
     text = _Text(scope)
     try:
         lines = [f"#define RANK_NORMED {int(normalized)}"]
         if logits is not None:
             lines.append(f"#define RANK_LOGIT {text.number(logits)}")
+        if keep:
+            floors = [FLOORS[op].format(f"log_64({text.number(p)})") for op, p in keep]
+            lines.append(f"#define RANK_FLOOR {reduce(lambda one, other: f'larger({one}, {other})', floors)}")
         lines.append(f"#define RANK_SCORE {text.number(score)}")
         if rank is not None:
             lines.append(f"#define RANK {text.number(rank)}")

@@ -51,5 +51,6 @@ def _by_code(name: str, inputs: StepInputs, *, children: bool) -> Tensor:
     if name.startswith("head.") or not children:
         return column.contiguous()
     codes = inputs.logits.shape[1]
-    whole = torch.empty(len(column), codes + 1, dtype=torch.float32, device=column.device)  # the last for padding
+    stride = codes // 4 * 4 + 4  # room for padding, in whole 16 bytes
+    whole = torch.empty(len(column), stride, dtype=torch.float32, device=column.device)
     return whole.scatter_(1, inputs.code.masked_fill(~inputs.legal, codes), column)

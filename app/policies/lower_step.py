@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from app.core import StepShape
@@ -12,7 +14,7 @@ from app.policies.check_types import bind, bounds, constant, dependence
 from app.policies.expr import Argument, Binary, Expr, Field, Name, OneOf, Operation, show, walk
 from app.policies.expr import Compare as Comparison
 from app.policies.facts import Facts
-from app.policies.generate import generate
+from app.policies.generate import FLOORS, generate
 from app.policies.generated import Generated
 from app.policies.groups import group_of, keys_of
 from app.policies.lower import Scope, lower_condition, lower_number
@@ -64,7 +66,7 @@ def lower_step(
     )
     precut = _precut(rank, dependence(score, "score", policy.params, facts), policy, facts)
     follows = _follows_logits(parts, show(score), precut)
-    own = "" if follows else _generated(parts, logits, score, rank, scope)
+    own = "" if follows else _generated(parts, phases, scope)
     return StepProgram(
         children=children,
         uses=_uses(parts, groups) - ({"trie"} if children else set()),
@@ -87,18 +89,26 @@ def _follows_logits(parts: Parts, score: str, precut: str) -> bool:
     return plain and not more and precut in ("R", "L")
 
 
-def _generated(parts: Parts, logits: Expr, score: Expr, rank: Expr, scope: Scope) -> Generated | str:
+def _generated(parts: Parts, phases: Mapping[str, Resolved], scope: Scope) -> Generated | str:
     """The step as the kernels compute it, or why they cannot."""
-    operators = {"keep": parts.keep, "prune": parts.prune, "quota": parts.caps or parts.floors}
+    keep = operations(phases["keep"])
+    operators = {"prune": parts.prune, "quota": parts.caps or parts.floors}
     more = [word for word, given in operators.items() if given]
+    more = [one.op for one in keep if one.op not in FLOORS] + more
     if parts.select.name != "top":
         more.append(parts.select.name)
     if more:
         return f"{' and '.join(more)} {'work' if len(more) > 1 else 'works'} on all ranks"
+    logits, score, rank = (expression(phases[word]) for word in ("logits", "score", "rank"))
+    assert score is not None, "checked"
     return generate(
-        None if parts.logits is None else logits, score, None if parts.rank is None else rank, scope,
+        logits if parts.logits is not None else None,
+        [(one.op, _given(one, "p")) for one in keep],
+        score,
+        rank if parts.rank is not None else None,
+        scope,
         normalized=parts.normalize != "none",
-    )  # fmt: skip
+    )
 
 
 def _with_cuts(rank: str, cuts: tuple[Applied, ...]) -> str:

@@ -21,6 +21,7 @@ FUNCTIONS: Mapping[str, Callable[..., Values]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _divide, "minus": np.negative,
     "lesser": np.minimum, "larger": np.maximum, "size_of": np.abs, "root": np.sqrt, "exp_of": np.exp, "power": np.power,
     "log_of": lambda a: np.where(a > 0, np.log(a), np.float32(np.nan)), "sigmoid": lambda a: ONE / (ONE + np.exp(-a)),
+    "log_64": lambda a: np.log(np.float64(a)).astype(np.float32),
     "__int_as_float": lambda a: np.uint32(a).view(np.float32),
 }  # fmt: skip
 
@@ -100,3 +101,15 @@ def compute(text: str, names: Mapping[str, Values], values: list[Values], column
 def definitions(text: str) -> dict[str, str]:
     """What `#define` lines define."""
     return dict(line.split(" ", 2)[1:] for line in text.splitlines() if line.startswith("#define"))
+
+
+def stays(
+    lines: Mapping[str, str], names: Mapping[str, Values], values: list[Values], legal: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Legal candidates that RANK_FLOOR leaves: what reaches the floor, and the first of a row's best."""
+    if "RANK_FLOOR" not in lines:
+        return legal
+    logp = np.where(legal, names["logp"], np.float32(-np.inf))
+    floor = compute(lines["RANK_FLOOR"], {"best": logp.max(1, keepdims=True)}, values, [])
+    first = np.arange(logp.shape[1]) == logp.argmax(1)[:, None]
+    return legal & ((logp >= floor) | first)

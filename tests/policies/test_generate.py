@@ -9,7 +9,7 @@ import torch
 from app.policies.generated import Generated
 from app.policies.plan import Plan, StepInputs
 from tests.policies.batches import CATALOGUE, CONDITIONS, case
-from tests.policies.c_expressions import compute, definitions
+from tests.policies.c_expressions import compute, definitions, stays
 from tests.policies.contracts import plan_of
 from tests.policies.test_choose import ON, PARAMS, policy
 
@@ -27,6 +27,8 @@ EXPRESSIONS = {
     "clipped": ["rank: clip(score, -param.d, prior.popularity) + (attr.age + 1) ** 3"],
     "probable": ["rank: score - prob * sigmoid(user.age) + exp(logp / 2) ** 0.5 + (attr.age + 1) ** 0.3"],
     "temperature": ["logits: logit / param.p"],
+    "min_p": ["keep:", "  - min_p(param.p)"],
+    "floors": ["keep:", "  - epsilon(0.3)", "  - min_p(0.9)", "rank: score - 0.5 * attr.age"],
     "same": ["score: parent + logp * 1"],
 }
 CLOSE = {"functions", "probable"}
@@ -85,7 +87,7 @@ def test_the_text_computes_what_the_program_does(name, mask):
         shape = inputs.code.shape
         score, rank = (np.broadcast_to(one, shape).astype(np.float32) for one in (names["score"], rank))
         legal = program.legal(inputs) if program.legal else None
-        good = np.ones(shape, bool) if legal is None else legal.numpy()
+        good = stays(lines, names, values, np.ones(shape, bool) if legal is None else legal.numpy())
         good &= np.isfinite(score) & np.isfinite(rank)
         assert np.array_equal(good, scored.rank.numpy() > -np.inf)
         same = np.testing.assert_allclose if name in CLOSE else np.testing.assert_array_equal
@@ -108,7 +110,7 @@ def test_an_edit_of_parameters_changes_no_text():
     [
         (["rank: score - 0.3 * sibling"], "`sibling` is not computed inside the kernels"),
         (["rank: score + gumbel"], "`gumbel` is not computed inside the kernels"),
-        (["keep:", "  - top_k(2)"], "keep works on all ranks"),
+        (["keep:", "  - top_k(2)"], "top_k works on all ranks"),
         (["prune:", "  - within(param.d)", "quota:", "  - cap(parent, 2)"], "prune and quota work on all ranks"),
         (["select: explore(share=0.4)"], "explore works on all ranks"),
         (
@@ -128,3 +130,8 @@ def test_what_follows_the_logits_needs_no_text():
     step = policy("select: top()").structure.steps[1]
     assert (step.generated, step.unfit) == (None, "")
     assert step.legal is not None
+
+
+def test_floors_of_changed_logits_have_no_text():
+    step = policy("logits: logit / param.p", "keep:", "  - min_p(0.5)").structure.steps[1]
+    assert step.unfit == "keep works on changed logits"

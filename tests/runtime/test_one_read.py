@@ -9,7 +9,7 @@ import torch
 from app.ops.selection import Chosen, sanitise, select_top
 from app.runtime import selection
 from tests import support
-from tests.policies.c_expressions import compute, definitions
+from tests.policies.c_expressions import compute, definitions, stays
 
 SIZES = (4, 5, 6)
 HEAD = "widebeam: 1\nwidths: [4, 9, 14]\nsteps:\n  all:\n"
@@ -33,6 +33,7 @@ EXPRESSIONS = {
     "weighted": "    normalize: full\n    score: parent + 0.7 * logp\n",
     "unseen first": "    normalize: step\n    rank: score - where(seen, 5, 0)\n",
     "likely": "    normalize: valid\n    mask: trie and not seen\n    rank: score + 3 * prob - width / 9\n",
+    "likely enough": "    normalize: step\n    keep:\n      - min_p(0.4)\n      - epsilon(0.05)\n",
     "any code": "    normalize: none\n    mask: not seen\n    rank: where(logp > 0, score, 2 * score) - width\n",
 }
 HISTORIES = ((), ("i1",), ("i3", "i9", "i11"))
@@ -75,7 +76,8 @@ def as_the_kernels(logits, parent, order, row_start, keep, *, normalize, ranked,
     names["logp"] = (logit - norm[:, None] if normalize != "none" else logit).numpy()
     names["score"] = compute(lines["RANK_SCORE"], names, values, columns)
     rank = compute(lines.get("RANK", "score"), names, values, columns)
-    good = legal & (parent > -torch.inf).numpy()[:, None] & np.isfinite(names["score"]) & np.isfinite(rank)
+    good = stays(lines, names, values, legal & (parent > -torch.inf).numpy()[:, None])
+    good = good & np.isfinite(names["score"]) & np.isfinite(rank)
     rank = torch.from_numpy(np.where(good, rank, -np.inf).astype(np.float32)) + 0.0
     code = torch.arange(size).expand(rank.shape)
     best = select_top(rank, code, order, size, row_start, keep)

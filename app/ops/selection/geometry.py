@@ -124,7 +124,7 @@ def fitted(shape: Geometry, widest: int, most: int, shared: int) -> Geometry | N
     room = min(ROOM, (shared - fixed) // 16 * 2)
     keys = 1 << max(1, (most - 1).bit_length())
     search = 8 * keys + 4 * most + 4 * widest
-    if room * cluster < most + MOST // 2 or room < MOST or search > shared:
+    if shape.chunks >= 1 << 16 or room * cluster < most + MOST // 2 or room < MOST or search > shared:
         return None
     return shape._replace(
         places=places, room=room, scores=scores, lines=lines, memory=fixed + 8 * room, keys=keys, search_memory=search

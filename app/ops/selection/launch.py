@@ -154,7 +154,8 @@ def select(
     ranked, given, definitions = scores.ranked, tuple[int, ...](), ""
     broken = torch.empty(n if ranked else 0, dtype=torch.int32, device=device)
     if ranked is not None:
-        of_score, given, definitions = RANKED, _given(ranked), ranked.definitions
+        floors = torch.empty(n, 2, dtype=torch.float32, device=device)
+        of_score, given, definitions = RANKED, (*_given(ranked), floors.data_ptr()), ranked.definitions
     made = defines(
         of_type, of_score, NORMS[scores.normalize], shape, mask=mask is not None, whole=whole_vectors(logits)
     )

@@ -16,8 +16,6 @@ SOURCE = Path(__file__).with_name("radix.cu")
 THREADS = 256
 SHIFTS = (53, 42, 31, 20, 9, -2)
 """Where the digits of a key lie that `narrow` finds, one a launch."""
-STAGED = 64 * 1024
-"""Bytes of ranks that a block of `precut` holds: as many rows as fit, at most four."""
 PARTS = 32
 """Blocks that share a request in `narrow` and `collect`."""
 
@@ -49,19 +47,15 @@ def select(rank: Tensor, order: Tensor, of: Requests) -> tuple[Tensor, Tensor, T
     cut = torch.empty((n, of.most) if is_cut else (0,), dtype=torch.int64, device=device)
     starts = [of.row_start.data_ptr(), of.keep.data_ptr()]
     if is_cut:
-        rows = max(1, min(4, STAGED // line, shared // own))
-        rows = 1 << (rows.bit_length() - 1)
-        first = cuda.load(SOURCE, "precut", device, memory=rows * line, ROWS=rows, CUT=1)
-        first.launch(
-            -(-n // rows), THREADS * rows, rank.data_ptr(), order.data_ptr(), *starts, cut.data_ptr(), n, columns,
-            count, of.most,
-        )  # fmt: skip
+        first = cuda.load(SOURCE, "precut", device, memory=line, CUT=1)
+        ends = [cut.data_ptr(), columns, count, of.most]
+        first.launch(n, THREADS, rank.data_ptr(), order.data_ptr(), *starts, *ends)
     source = [rank.data_ptr(), order.data_ptr(), cut.data_ptr(), *starts]
-    narrow = cuda.load(SOURCE, "narrow", device, ROWS=1, CUT=int(is_cut))
+    narrow = cuda.load(SOURCE, "narrow", device, CUT=int(is_cut))
     state = [prefix.data_ptr(), need.data_ptr(), hist.data_ptr(), ticket.data_ptr()]
     for shift in SHIFTS:
         narrow.launch(count * PARTS, THREADS, *source, *state, columns, of.most, PARTS, shift)
-    collect = cuda.load(SOURCE, "collect", device, memory=final, ROWS=1, CUT=int(is_cut))
+    collect = cuda.load(SOURCE, "collect", device, memory=final, CUT=int(is_cut))
     outputs = [one.data_ptr() for one in (chosen, taken, ticket, row, column, place, n_valid)]
     collect.launch(
         count * PARTS, THREADS, *source, of.out_start.data_ptr(), prefix.data_ptr(), *outputs, columns, of.most, PARTS,

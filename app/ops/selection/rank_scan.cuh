@@ -2,7 +2,38 @@
 // of a tile or less is read once.
 
 #ifndef RESIDENT
-#define RESIDENT 4  // blocks of a processor that registers are shared among
+#define RESIDENT (TYPE == 2 ? 3 : RANK_COLUMNS ? 4 : 6)  // blocks that share a processor's registers
+#endif
+
+// `element`, where k is not known to the compiler: no array is indexed by it.
+__device__ __forceinline__ float element_at(const uint4& x, int k) {
+    const int word = TYPE == 2 ? k : k / 2;
+    const u32 w = word == 0 ? x.x : word == 1 ? x.y : word == 2 ? x.z : x.w;
+    return TYPE != 2 && k % 2 ? high_of(w) : low_of(w);
+}
+
+// The columns of candidates e .. e + V - 1; arbitrary where nothing is legal.
+__device__ __forceinline__ void columns_of(const Given& given, i64 row, int e, int codes, u32 bits, float (*out)[V]) {
+#pragma unroll
+    for (int i = 0; i < RANK_COLUMNS; i++) {
+        const float* from = given.columns[i] + row * given.strides[i] + e;
+        if (bits && e + V <= codes && ((u64)from & 15) == 0) {
+#pragma unroll
+            for (int q = 0; q < V / 4; q++) {
+                const float4 x = __ldg((const float4*)from + q);
+                out[i][4 * q] = x.x, out[i][4 * q + 1] = x.y, out[i][4 * q + 2] = x.z, out[i][4 * q + 3] = x.w;
+            }
+        } else {
+#pragma unroll
+            for (int k = 0; k < V; k++) out[i][k] = bits >> k & 1 ? __ldg(from + k) : 0.f;
+        }
+    }
+}
+
+#ifdef RANK_FLOOR
+#define LOOKED true  // the row has been looked at before its ranks are computed
+#else
+#define LOOKED (NORM != 0)
 #endif
 
 // One row a block of 128 threads; operands as of `scan`, and
@@ -33,6 +64,30 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
             bits[u] = e < codes ? load_bits(mask, row, mask_stride, e) : 0;
         }
     };
+    // Bad logits become -inf, and for NORM 2 those that are not legal; the largest of what is normalised over.
+    auto sanitise = [&](int& count) {
+        u32 most = LOW;
+#pragma unroll
+        for (int u = 0; u < LOADS; u++) most = max_of(most, max_of(v[u]));
+        if (__any_sync(ALL, !(low_of(most) <= LARGEST && high_of(most) <= LARGEST))) {
+            most = LOW;
+#pragma unroll
+            for (int u = 0; u < LOADS; u++) clean(v[u], count), most = max_of(most, max_of(v[u]));
+        }
+#if NORM == 2
+        most = LOW;
+#pragma unroll
+        for (int u = 0; u < LOADS; u++) v[u] = keep_bits(v[u], bits[u]), most = max_of(most, max_of(v[u]));
+#endif
+        return float_of(most);
+    };
+    // Has the tile from unit `first` at hand, once more if `again`; the largest of what is normalised over.
+    auto hold = [&](int first, bool again) {
+        if (first >= STRIDE || (again && units > STRIDE)) take(first);
+        if (again && units <= STRIDE) return NEG;
+        int before = 0;
+        return sanitise(again ? before : wrong);
+    };
     let_next_begin();
     take(warp * LOADS);
     if (!(own > NEG)) {
@@ -50,39 +105,33 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
 #if NORM
     float top = NEG, sum = 0.f;
     for (int first = warp * LOADS; first < units; first += STRIDE) {
-        if (first >= STRIDE) take(first);
-        float most = NEG;
+        float most = hold(first, false);
+#ifdef RANK_LOGIT
 #pragma unroll
         for (int u = 0; u < LOADS; u++) {
-            clean(v[u], wrong);
-#ifndef RANK_LOGIT
-            if (NORM == 2) v[u] = keep_bits(v[u], bits[u]);
-            most = fmaxf(most, float_of(max_of(v[u])));
-#else
+            float y[V], higher = top;
 #pragma unroll
             for (int k = 0; k < V; k++) {
-                bool ill;
-                float y = changed(given, element(v[u], k), row, ill);
-                if (NORM == 1 || (bits[u] >> k & 1)) most = fmaxf(most, y);
+                y[k] = changed(given, element(v[u], k), row);
+                if (!(y[k] < INF)) y[k] = NEG;
+                higher = fmaxf(higher, y[k]);
             }
-#endif
+            float shift = higher > NEG ? -higher * LOG2E : 0.f;
+            sum *= exp2_of(fmaf(top, LOG2E, shift));
+#pragma unroll
+            for (int k = 0; k < V; k++) sum += exp2_of(fmaf(y[k], LOG2E, shift));
+            top = higher;
         }
+#else
         float higher = fmaxf(top, most), shift = higher > NEG ? -higher * LOG2E : 0.f;
-        sum *= exp2_of(fmaf(top, LOG2E, shift));
+        float part[2] = {sum * exp2_of(fmaf(top, LOG2E, shift)), 0.f};
 #pragma unroll
         for (int u = 0; u < LOADS; u++) {
-#ifndef RANK_LOGIT
-            sum += exp_sum(v[u].x, shift) + exp_sum(v[u].y, shift) + (exp_sum(v[u].z, shift) + exp_sum(v[u].w, shift));
-#else
-#pragma unroll
-            for (int k = 0; k < V; k++) {
-                bool ill;
-                float y = changed(given, element(v[u], k), row, ill);
-                if (NORM == 1 || (bits[u] >> k & 1)) sum += exp2_of(fmaf(y, LOG2E, shift));
-            }
-#endif
+            part[0] += exp_sum(v[u].x, shift), part[1] += exp_sum(v[u].y, shift);
+            part[0] += exp_sum(v[u].z, shift), part[1] += exp_sum(v[u].w, shift);
         }
-        top = higher;
+        sum = part[0] + part[1], top = higher;
+#endif
     }
     float high = unordered(__reduce_max_sync(ALL, ordered(top)));
     sum = high > NEG ? sum * exp2_of((top - high) * LOG2E) : 0.f;
@@ -98,21 +147,79 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
     less = norm[row];
 #endif
 
+    Floor floor = {NEG, -1};
+#ifdef RANK_FLOOR
+    __shared__ int peaks[4], first_best;
+    float peak = NEG;
+    for (int first = warp * LOADS; first < units; first += STRIDE) {
+        hold(first, NORM);
+        u32 most = LOW;
+#pragma unroll
+        for (int u = 0; u < LOADS; u++) most = max_of(most, max_of(keep_bits(v[u], bits[u])));
+        peak = fmaxf(peak, float_of(most));
+    }
+    peaks[warp] = __reduce_max_sync(ALL, ordered(peak));
+    if (threadIdx.x == 0) first_best = 0x7fffffff;
+    __syncthreads();
+    peak = unordered(max(max(peaks[0], peaks[1]), max(peaks[2], peaks[3])));
+    const float most_likely = !(peak > NEG) ? NEG : RANK_NORMED ? sub(peak, less) : peak;
+    floor.least = least_of(given, most_likely, row);
+    if (!(most_likely >= floor.least)) {  // only the first of the best stays
+        for (int first = warp * LOADS; first < units; first += STRIDE) {
+            hold(first, true);
+#pragma unroll
+            for (int u = 0; u < LOADS; u++)
+#pragma unroll 1
+                for (int k = 0; k < V; k++)
+                    if ((bits[u] >> k & 1) && element_at(v[u], k) == peak)
+                        atomicMin(&first_best, (first + u) * UNIT + lane * V + k);
+        }
+        __syncthreads();
+        floor.only = first_best;
+    }
+    if (threadIdx.x == 0) floors[row] = make_float2(floor.least, __int_as_float(floor.only));
+#endif
+
     int upper = ordered(NEG), lower = 0x7fffffff, ill = 0;
     for (int first = warp * LOADS; first < units; first += STRIDE) {
-        if (first >= STRIDE || (NORM && units > STRIDE)) take(first);
+        hold(first, LOOKED);
         int best[LOADS];
+        float worst = 0.f;  // of scores: NaN or inf where one is bad
+        bool bad_rank = false;
 #pragma unroll
         for (int u = 0; u < LOADS; u++) {
-            int e = (first + u) * UNIT + lane * V;
-            float most = NEG;
-            if (!NORM) clean(v[u], wrong);
+            const uint4 x = NORM == 2 ? v[u] : keep_bits(v[u], bits[u]);
+            const int e = (first + u) * UNIT + lane * V;
+            float own_[RANK_COLUMNS + 1][V], most = NEG;
+            columns_of(given, row, e, codes, bits[u], own_);
 #pragma unroll
             for (int k = 0; k < V; k++) {
-                Rank one = rank_of(given, sane(element(v[u], k)), less, own, row, e + k, bits[u] >> k & 1);
-                most = fmaxf(most, one.rank), ill += one.broken;
+                float in[MOST_COLUMNS], score, rank;
+#pragma unroll
+                for (int i = 0; i < RANK_COLUMNS; i++) in[i] = own_[i][k];
+                const float logit = element(x, k), y = changed(given, logit, row);
+                compute(given, y, less, own, row, in, score, rank);
+                const bool stay = logit > NEG && stays(floor, y, less, e + k);
+                most = larger(most, stay ? rank : NEG);
+#if defined RANK || defined RANK_LOGIT
+                worst = larger(worst, stay ? size_of(score) : 0.f);
+#endif
             }
             best[u] = ordered(most);
+            bad_rank |= !(most <= LARGEST);
+        }
+        if (__any_sync(ALL, bad_rank || !(worst <= LARGEST))) {  // once more, one by one
+#pragma unroll
+            for (int u = 0; u < LOADS; u++) {
+                float most = NEG;
+#pragma unroll 1
+                for (int k = 0; k < V; k++) {
+                    const int e = (first + u) * UNIT + lane * V + k;
+                    Rank one = rank_of(given, element_at(v[u], k), less, own, row, e, bits[u] >> k & 1, floor);
+                    most = fmaxf(most, one.rank), ill += one.broken;
+                }
+                best[u] = ordered(most);
+            }
         }
 #if SMALL
 #pragma unroll

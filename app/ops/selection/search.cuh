@@ -1,6 +1,7 @@
 // Requests again whose candidates did not fit.
 
 #define DIGITS 2048
+#define TOGETHER 4  // keys of a thread that are read at once: each waits for several loads
 
 // The k-th largest of `count` keys that are not 0; 0 where there are fewer. All 1024 threads.
 template <class Key>
@@ -13,16 +14,24 @@ __device__ __forceinline__ u64 kth_largest(Key key_at, u32 count, u32 k, u32* hi
         if (threadIdx.x == 0) state[0] = 0xffffffffu;
         __syncthreads();
 #pragma unroll 1
-        for (u32 base = 0; base < count; base += 1024) {
-            u32 i = base + threadIdx.x;
-            u64 key = i < count ? key_at(i) : 0;
-            bool in = key && (above > 63 || (key >> above) == (prefix >> above));
-            u32 digit = (u32)(key >> low) & ((1u << (above - low)) - 1), lanes = __ballot_sync(ALL, in);
-            if (!lanes) continue;
-            u32 common = __shfl_sync(ALL, digit, __ffs(lanes) - 1);
-            u32 same = __ballot_sync(ALL, in && digit == common);
-            if (in && digit != common) atomicAdd(hist + digit, 1u);
-            if ((threadIdx.x & 31) == 0) atomicAdd(hist + common, __popc(same));
+        for (u32 base = 0; base < count; base += 1024 * TOGETHER) {
+            u64 keys[TOGETHER];
+#pragma unroll
+            for (int n = 0; n < TOGETHER; n++) {
+                u32 i = base + n * 1024 + threadIdx.x;
+                keys[n] = i < count ? key_at(i) : 0;
+            }
+#pragma unroll
+            for (int n = 0; n < TOGETHER; n++) {
+                u64 key = keys[n];
+                bool in = key && (above > 63 || (key >> above) == (prefix >> above));
+                u32 digit = (u32)(key >> low) & ((1u << (above - low)) - 1), lanes = __ballot_sync(ALL, in);
+                if (!lanes) continue;
+                u32 common = __shfl_sync(ALL, digit, __ffs(lanes) - 1);
+                u32 same = __ballot_sync(ALL, in && digit == common);
+                if (in && digit != common) atomicAdd(hist + digit, 1u);
+                if ((threadIdx.x & 31) == 0) atomicAdd(hist + common, __popc(same));
+            }
         }
         __syncthreads();
         if (threadIdx.x < 32) {  // 64 digits a lane, from the largest
@@ -81,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) search(PARAMETERS, i64 key
     };
     const u32 all = (u32)q.rows * (u32)chunks;
     const u64 edge = kth_largest(chunk_key, all, q.keep, hist, state);
-    #pragma unroll 1
+#pragma unroll 2
     for (u32 i = tid; i < all; i += 1024) {
         u64 key = chunk_key(i);
         if (key && key >= edge) list[atomicAdd(&listed, 1u)] = i;
@@ -98,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) search(PARAMETERS, i64 key
     };
     const u32 elements = listed * size;
     const u64 worst = kth_largest(element_key, elements, q.keep, hist, state);
-    #pragma unroll 1
+#pragma unroll 4
     for (u32 i = tid; i < elements; i += 1024) {
         u64 key = element_key(i);
         if (key && key >= worst) keys[atomicAdd(&found, 1u)] = key;

@@ -57,13 +57,15 @@ __device__ __forceinline__ float chunk_score(float best, float norm, float paren
 __device__ __forceinline__ float candidate_score(const Operands& o, i64 row, int e, int codes) {
     const float logit = widened(o.logits[row * codes + e]), norm = norm_of(o.norm, row), parent = parent_of(o.parent, row);
 #if SCORE == 3
-    return rank_of(o.given, sane(logit), norm, parent, row, e, true).rank;
+    return rank_of(o.given, sane(logit), norm, parent, row, e, true, floor_of(o.given, row)).rank;
 #else
     return good_score(logit, norm, parent);
 #endif
 }
 
 __device__ __forceinline__ float score_in(u64 key) { return unordered((int)((u32)(key >> 32) ^ 0x80000000u)); }
+
+#define FIRST_SLOTS 3
 
 // Survivor number `at` of a request, or a tombstone (key 0).
 __device__ __forceinline__ void emit(
@@ -75,13 +77,18 @@ __device__ __forceinline__ void emit(
         code = (int)(place % (u32)codes);
         row = q.first + inverse[place / (u32)codes];
     }
+    const i64 from = row < 0 ? 0 : row;
+    int slot[FIRST_SLOTS];  // on their way while the rest is written
+#pragma unroll
+    for (int d = 0; d < FIRST_SLOTS; d++) slot[d] = o.ancestry_out && d < depth ? __ldg(o.ancestry + from * depth + d) : 0;
     o.row_out[to] = row;
     o.code_out[to] = code;
     o.order_out[to] = at;
 #if SCORE == 3 && defined RANK
     if (o.score_out && key) {
         float logit = widened(o.logits[row * codes + code]);
-        o.score_out[to] = rank_of(o.given, sane(logit), norm_of(o.norm, row), parent_of(o.parent, row), row, code, true).score;
+        float norm = norm_of(o.norm, row), parent = parent_of(o.parent, row);
+        o.score_out[to] = rank_of(o.given, sane(logit), norm, parent, row, code, true, floor_of(o.given, row)).score;
     } else if (o.score_out) {
         o.score_out[to] = NEG;
     }
@@ -89,9 +96,11 @@ __device__ __forceinline__ void emit(
     if (o.score_out) o.score_out[to] = key ? score_in(key) : NEG;
 #endif
     if (o.ancestry_out) {
-        i64 from = row < 0 ? 0 : row;
         int* line = o.ancestry_out + to * (depth + 1);
-        for (int d = 0; d < depth; d++) line[d] = o.ancestry[from * depth + d];
+        for (int d = FIRST_SLOTS; d < depth; d++) line[d] = o.ancestry[from * depth + d];
+#pragma unroll
+        for (int d = 0; d < FIRST_SLOTS; d++)
+            if (d < depth) line[d] = slot[d];
         line[depth] = (int)from;
     }
 }
@@ -103,6 +112,7 @@ __device__ __forceinline__ Request request_of(const Operands& o, int r) {
 
 // place[row] = its order and inverse[order] = row, for the living rows of a request.
 __device__ __forceinline__ void invert(const Operands& o, const Request& q, int row, u16* place, u16* inverse) {
-    i64 at = o.order[q.first + row];
-    if (at >= 0 && at < q.rows && parent_of(o.parent, q.first + row) > NEG) place[row] = (u16)at, inverse[at] = (u16)row;
+    const i64 at = o.order[q.first + row];
+    const float parent = parent_of(o.parent, q.first + row);
+    if (at >= 0 && at < q.rows && parent > NEG) place[row] = (u16)at, inverse[at] = (u16)row;
 }

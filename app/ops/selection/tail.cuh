@@ -3,7 +3,10 @@
 #define BINS 512    // of chunk scores
 #define FINE 2048   // of candidates
 #define MOST 1024   // candidates of a bin that are ranked by comparing each with each
-#define AHEAD (SCORE == 3 ? 1 : CLUSTER > 2 ? 2 : 4)  // vectors of a lane in flight
+#ifndef AHEAD  // vectors of a lane in flight
+#define AHEAD (SCORE == 3 ? 1 : CLUSTER > 2 ? 2 : 4)
+#endif
+
 
 #if CLUSTER > 1
 __device__ __forceinline__ void cluster_sync() {
@@ -80,9 +83,12 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
     if (tid < BINS) hist[0][tid] = hist[1][tid] = 0;
     fine[tid] = 0;
     if (tid == 0) found = listed = 0;
+    for (int i = tid; i < q.rows; i += 1024) invert(o, q, i, place, inverse);
     wait_for_previous();
 
     // The range of the chunks' scores, and the scores of this block's chunks, by groups of 4 in turn.
+    const int wide = chunks / 4, groups = q.rows * wide;
+    const int mine = groups > rank ? (groups - rank + CLUSTER - 1) / CLUSTER : 0;
     int high_seen = ordered(NEG), low_seen = 0x7fffffff;
     for (int i = tid; i < q.rows; i += 1024) {
         i64 row = q.first + i;
@@ -91,10 +97,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
         float best = chunk_score(e.x, a, b), worst = chunk_score(e.y, a, b);
         high_seen = max(high_seen, ordered(best));
         if (worst > NEG) low_seen = min(low_seen, ordered(worst));
-        invert(o, q, i, place, inverse);
     }
-    const int wide = chunks / 4, groups = q.rows * wide;
-    const int mine = groups > rank ? (groups - rank + CLUSTER - 1) / CLUSTER : 0;
     for (int j = tid; j < mine; j += 1024) {
         int g = rank + j * CLUSTER;
         i64 row = q.first + g / wide;
@@ -162,7 +165,10 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
         u32 at = 0;
         if (lane == 0) at = atomicAdd(&listed, __popc(votes));
         at = __shfl_sync(ALL, at, 0) + __popc(votes & ((1u << lane) - 1));
-        if (take && at < list_room) list[at] = (u32)(rank + (i >> 2) * CLUSTER) << 2 | (i & 3);
+        if (take && at < list_room) {
+            const u32 g = rank + (i >> 2) * CLUSTER, row = g / wide;
+            list[at] = row << 16 | ((g - row * wide) * 4 + (i & 3));  // a row of the request, and the chunk's place in it
+        }
     }
     __syncthreads();
 
@@ -178,8 +184,8 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
         for (int u = 0; u < AHEAD; u++) {
             u32 w = base + u, line = SMALL ? w * 32 + lane : w / UNITS;
             bool on = line < lines;
-            u32 id = list[on ? line : 0], p = id % chunks;
-            i64 row = q.first + id / chunks;
+            u32 id = list[on ? line : 0], p = id & 0xffffu;
+            i64 row = q.first + (id >> 16);
             int e = SMALL ? p * V : (p * UNITS + w % UNITS) * UNIT + lane * V;
             on = on && e < codes;
             if (!on) e = 0;  // so that every load is of the row, and none waits for a branch
@@ -199,15 +205,17 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
         for (int u = 0; u < AHEAD; u++) {
 #if SCORE == 3
             u32 w = base + u, line = SMALL ? w * 32 + lane : w / UNITS, id = list[line < lines ? line : 0];
-            i64 row = q.first + id / chunks;
-            int e = SMALL ? id % chunks * V : (int)(id % chunks * UNITS + w % UNITS) * UNIT + lane * V;
+            u32 p = id & 0xffffu;
+            i64 row = q.first + (id >> 16);
+            int e = SMALL ? p * V : (p * UNITS + w % UNITS) * UNIT + lane * V;
             const float norm_ = norm_of(norm, row), parent_ = parent_of(parent, row);
+            const Floor floor = floor_of(o.given, row);
 #endif
 #pragma unroll
             for (int k = 0; k < V; k++) {
                 float f = element(x[u], k);
 #if SCORE == 3
-                f = rank_of(o.given, sane(f), norm_, parent_, row, e + k, legal[u] >> k & 1u).rank;
+                f = rank_of(o.given, sane(f), norm_, parent_, row, e + k, legal[u] >> k & 1u, floor).rank;
 #endif
                 if (f >= bound[u] && f <= LARGEST) bits |= (legal[u] >> k & 1u) << (u * V + k);
             }
@@ -225,7 +233,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
         while (bits) {
             u32 k = __ffs(bits) - 1, w = base + k / V;
             bits &= bits - 1;
-            u32 id = list[SMALL ? w * 32 + lane : w / UNITS], p = id % chunks, in = id / chunks;
+            u32 id = list[SMALL ? w * 32 + lane : w / UNITS], p = id & 0xffffu, in = id >> 16;
             int e = (SMALL ? p * V : (p * UNITS + w % UNITS) * UNIT + lane * V) + k % V;
             i64 row = q.first + in;
             float s = candidate_score(o, row, e, codes);

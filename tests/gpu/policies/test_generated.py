@@ -29,6 +29,8 @@ EXACT = {
     "of rows": policy(
         'score: parent + logp * where(ctx.country == "BR", param.p, 1)', "rank: 0 - score", normalize="full"
     ),
+    "likely": policy("keep:", "  - min_p(param.p)", normalize="full"),
+    "likely enough": policy("keep:", "  - epsilon(0.02)", "  - min_p(0.2)", "rank: score - attr.age", normalize="full"),
     "not a number": policy("rank: score + log(attr.age - 5) + sqrt(attr.age - 2)", normalize="full"),
 }  # the last is of logarithms of few whole numbers
 CLOSE = {
