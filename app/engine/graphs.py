@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -170,9 +171,17 @@ class Graphs:
     time; `step` by the thread that computes."""
 
     def __init__(
-        self, arena: Arena, limits: Limits, sizes: Sequence[int], device: torch.device, recorder: Recorder
+        self,
+        arena: Arena,
+        limits: Limits,
+        sizes: Sequence[int],
+        device: torch.device,
+        recorder: Recorder,
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """turn: what each capture happens in."""
         self._arena, self._limits, self._sizes, self._recorder = arena, limits, tuple(sizes), recorder
+        self._turn = turn
         self._most = most_rows(limits, sizes)
         self._rows = StaticRows(self._most, limits.batch, device)
         self._sets: dict[tuple[int, ...], _Set] = {}
@@ -215,7 +224,8 @@ class Graphs:
         try:
             for shape in plan(self._limits, self._sizes, first=engine.first_step, log_norm=engine.log_norm):
                 run = partial(engine.step, shape.t, self._rows.view(shape), self._arena)
-                made[shape] = self._recorder.record(run, fresh=fresh)
+                with self._turn():
+                    made[shape] = self._recorder.record(run, fresh=fresh)
         finally:
             self._recorder.end(fresh=fresh)
         return _Set(engine.constants(), made)

@@ -175,11 +175,11 @@ def _bind(
                         bytes_of[name] = compared.hexdigest()
                 if sha256 is not None and sha256.get(file.name) != reader.sha256():
                     raise Rejected("file_digest", "is not what the manifest says", location=file.name)
+        module.to(slot.device)  # the family's constants
     for name, source in tied.items():
         if (entries[name].dtype, bytes_of[name]) != (entries[source].dtype, bytes_of[source]):
             message = f"differs from `{source}`, which config.json ties it to"
             raise Rejected("untied", message, location=entries[name].location)
-    module.to(slot.device)
     module.requires_grad_(requires_grad=False).eval()
 
 
@@ -211,9 +211,11 @@ def _copying(slot: Slot) -> Iterator[None]:
         yield
         return
     stream = torch.cuda.Stream(slot.device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()
 
 
 def _read(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from app.core import Contract
 from app.engine.engine import Engine
+from app.ops.upload import upload_beside
 from app.policies.assign import Traffic
 from app.policies.experiments import Loaded
 from app.policies.plan import Plan
@@ -86,15 +87,12 @@ class DeviceTrie(NamedTuple):
 
     @classmethod
     def of(cls, vocab: Vocab, device: torch.device, side: SideData = NOTHING_DECLARED) -> DeviceTrie:
-        """Copy a vocab's trie, and what is declared of its prefixes, to a device."""
-        trie = vocab.trie
+        """Copy a vocab's trie, and what is declared of its prefixes, to a device, beside what runs there."""
+        trie, columns = vocab.trie, side.columns
+        hosts = [trie.first, trie.code, *(one.nodes for one in columns.values())]
+        first, code, *nodes = upload_beside([torch.from_numpy(host) for host in hosts], device)
         return cls(
-            torch.from_numpy(trie.first).to(device),
-            torch.from_numpy(trie.code).to(device),
-            trie.max_children,
-            trie.prefixes[1:],
-            trie.nodes,
-            {key: torch.from_numpy(one.nodes).to(device) for key, one in side.columns.items()},
+            first, code, trie.max_children, trie.prefixes[1:], trie.nodes, dict(zip(columns, nodes, strict=True))
         )
 
 

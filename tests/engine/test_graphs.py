@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -241,3 +242,17 @@ def test_graphs_of_slots_that_nobody_uses_are_let_go_once_they_are_many(tmp_path
     graphs.prepare(last)
     assert len(graphs._sets) == KEPT
     assert addresses not in graphs._sets or last.addresses == addresses
+
+
+def test_every_capture_has_a_turn_of_its_own(tmp_path):
+    recorder, turns = Replays(Kept), []
+
+    @contextmanager
+    def turn():
+        before = recorder.recorded
+        yield
+        turns.append(recorder.recorded - before)
+
+    engine = engine_of("onerec", write("onerec", tmp_path / "weights"))
+    taken = Graphs(encoded(engine, "onerec"), LIMITS, tiny.SIZES, CPU, recorder, turn).prepare(engine)
+    assert turns == [1] * taken.graphs
