@@ -27,6 +27,7 @@ from torch.nn import functional
 from app.engine.families.onerec import Feed, Projections
 from app.engine.families.onerec_config import HistoryConfig, OneRecConfig
 from app.engine.fp8 import install, normed_for
+from app.engine.layers import keep
 from app.engine.moe import Mixture, Routing
 from app.ops import fp8, grouped
 from app.ops.gated import gated
@@ -110,6 +111,14 @@ def rows() -> Iterator[Row]:
         "fused": over(one, lambda x: fp8.quantise_normed(x, norm.weight, 1e-6)), "ideal": ROWS * D * 3 / 4.3e9,
     }  # fmt: skip
     yield {"rows": f"quantise, {D}", "fused": over(one, fp8.quantise_rows), "ideal": ROWS * D * 3 / 4.3e9}
+
+    def kept() -> tuple[Tensor, Tensor]:
+        return normal(ROWS, D // 64, 64), normal(ROWS, 3 * D // 64, 64)[:, -(D // 64) :]
+
+    yield {
+        "rows": f"keep, {D}", "torch": over(kept, Tensor.copy_), "ours": over(kept, keep),
+        "together": over(lambda: (kept()[0], kept()[0]), Tensor.copy_), "ideal": ROWS * D * 4 / 4.3e9,
+    }  # fmt: skip
     yield {"rows": f"add, {D}", "bf16": over(lambda: (*one(), *one()), Tensor.add_), "ideal": ROWS * D * 6 / 4.3e9}
 
 

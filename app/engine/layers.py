@@ -33,6 +33,21 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return (x * cosine).addcmul_(x.roll(x.shape[2] // 2, 2), sine)
 
 
+def keep(slots: Tensor, rows: Tensor) -> None:
+    """slots[:n] = rows: slots [.., H, D] contiguous, rows [n, H, D], which may lie apart. On a GPU 16 bytes at a time
+    where they come so: torch copies rows that lie apart element by element."""
+    into, rows = slots[: rows.shape[0]].flatten(1), rows.flatten(1)
+    if rows.device.type == "cuda" and into.dtype == rows.dtype and _pieces(into) and _pieces(rows):
+        into, rows = into.view(torch.complex128), rows.view(torch.complex128)
+    into.copy_(rows)
+
+
+def _pieces(x: Tensor) -> bool:
+    """Whether rows are whole pieces of 16 bytes."""
+    size = 16 // x.element_size()
+    return x.stride(1) == 1 and not (x.shape[1] % size or x.stride(0) % size or x.storage_offset() % size)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim of x; weight [..., D] broadcasts. The mean is in float32."""
     if weight.dim() == 1:

@@ -39,3 +39,12 @@ def test_picked_logits_and_the_norm_over_the_vocabulary_are_made_in_blocks(monke
         torch.testing.assert_close(norm.double(), torch.logsumexp(every, 1), atol=1e-5, rtol=1e-6)
     logits, norm = layers.pick_and_norm(hidden[:0], head, tokens)
     assert (logits.shape, norm.shape) == ((0, 4), (0,))
+
+
+def test_rows_that_lie_apart_or_not_are_kept_in_slots():
+    whole, slots = torch.randn(5, 6, 4), torch.zeros(7, 2, 4)
+    for rows in (whole[:, 2:4], whole[:, :2].contiguous(), whole[:0, :2]):
+        slots.fill_(7)
+        layers.keep(slots, rows)
+        assert torch.equal(slots[: len(rows)], rows)
+        assert bool((slots[len(rows) :] == 7).all())

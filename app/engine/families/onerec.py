@@ -29,6 +29,7 @@ from app.core import (
     StepOutput,
     WeightSpec,
 )
+from app.engine import layers
 from app.engine.families import onerec_config
 from app.engine.families.base import Binding, Family, ModelFiles
 from app.engine.families.onerec_config import ExpertsConfig, FeatureConfig, HistoryConfig, OneRecConfig
@@ -295,8 +296,8 @@ class Block(nn.Module):
         )
         q, k, v = self.self.heads(self.cross.after(x, seen, self.self_norm, self.self.qkv.weight))
         if t <= slots.key.shape[0]:
-            slots.key[t - 1, : x.shape[0]] = k
-            slots.value[t - 1, : x.shape[0]] = v
+            layers.keep(slots.key[t - 1], k)
+            layers.keep(slots.value[t - 1], v)
         seen = prefix_attention(q, k, v, *slots, ancestry=rows.ancestry, scale=self.scale, compact=rows.compact)
         return self.ffn.onto(x, self.self.after(x, seen, self.ffn_norm, self.ffn.entry))
 

@@ -140,7 +140,7 @@ class Qwen(TokenModel):
 
     def step(self, t: int, rows: Rows, arena: Arena) -> StepOutput:
         """See `Family.step`; t >= 2. The token of step t - 1 stands at position length + t - 2."""
-        n, count = rows.codes.numel(), rows.row_start.numel() - 1
+        count = rows.row_start.numel() - 1
         length = arena["prompt_length"][:count]
         angles = self.angles[length[rows.request] + (t - 2)]
         x = self.embedded(t, rows.codes)
@@ -156,8 +156,8 @@ class Qwen(TokenModel):
                 ancestry=rows.ancestry, scale=self.scale, first=1, compact=rows.compact,
             )  # fmt: skip
             if t < self.steps:
-                slots_k[t - 1, :n] = k
-                slots_v[t - 1, :n] = v
+                layers.keep(slots_k[t - 1], k)
+                layers.keep(slots_v[t - 1], v)
             x = self._after(block, x, attended)
         return self.output(t, layers.rms_norm(x, self.norm, self.config.eps), full=rows.full)
 
