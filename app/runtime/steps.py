@@ -27,7 +27,6 @@ from app.runtime.selection import Selection, judge
 from app.runtime.snapshot import Snapshot
 from app.runtime.state import TRANSITIONS, Ancestry, BatchState, Finalists, Transition
 from app.runtime.turns import Turns
-from app.runtime.turns import Turns
 
 
 def cuda_graphs(engine: Engine) -> Recorder | None:
@@ -66,7 +65,6 @@ class StepLoop:
         self._transition, self._recorder = TRANSITIONS[transition], recorder
         self._lanes: dict[str, Lane] = {}
         self._turns = Turns()
-        self._turns = Turns()
 
     def serve(self, batch: Batch) -> list[Served]:
         """Every job of the batch with its result or its error, once each."""
@@ -77,7 +75,6 @@ class StepLoop:
         may be launched behind this one, which it then finds in the same state memory."""
         flight = Flight(batch, [], self.run(batch))
         with self._turns.launch():
-            with self._turns.launch():
             go(flight, self._clock, Pause.LAUNCHED)
         return flight
 
@@ -211,9 +208,6 @@ class StepLoop:
             lane = Lane(self._transition(arena, contract.states), graphs, contexts)
             self._lanes[contract.id] = lane
         return lane
-
-    def _graphs(self, arena: Arena, contract: Contract, engine: Engine, recorder: Recorder) -> Graphs:
-        return Graphs(arena, contract.limits, contract.sizes, engine.device, recorder, self._turns.capture)
 
     def _graphs(self, arena: Arena, contract: Contract, engine: Engine, recorder: Recorder) -> Graphs:
         return Graphs(arena, contract.limits, contract.sizes, engine.device, recorder, self._turns.capture)
