@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
+import weakref
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -223,3 +225,41 @@ async def test_a_start_on_a_disk_that_does_not_answer_becomes_ready_when_it_does
             await server.settles(lambda status: any(one.startswith("disk_error") for one in status["reasons"]))
             patch.undo()
             await server.ready()
+
+
+async def test_many_catalogues_under_requests_that_take_long_are_bounded_by_memory_and_retired_when_free(
+    tmp_path, monkeypatch
+):
+    root, alive, pins = world(tmp_path), [], []
+
+    def living():
+        gc.collect()
+        return sum(codes() is not None for codes in alive)
+
+    left, _ = short_of_memory(monkeypatch)
+    left[0] = PLENTY
+    monkeypatch.setattr(memory, "free", lambda _: PLENTY if living() < 5 else memory.SPARE)
+    real = preparing.read_fitting_vocab
+
+    def read(*args):
+        vocab = real(*args)
+        alive.append(weakref.ref(vocab.codes))
+        return vocab
+
+    monkeypatch.setattr(preparing, "read_fitting_vocab", read)
+    async with live_server(root) as server:
+        runtime = server.live._runtime
+        for number in range(2, 10):
+            pins.append(runtime._pins.pin())  # as a request that is queued or running
+            support.write_vocab(root, (4, 5, 6), items(f"n{number}-"), f"v{number}")
+            status = await server.settles(
+                lambda status, v=f"v{number}": state_of(status, "vocab", v)["state"] in {"active", "rejected"}
+            )
+        assert state_of(status, "vocab", "v9")["reason"]["code"] == "no_memory"
+        assert (living(), status["active"]["vocab"]["version"]) == (5, "v6")
+        assert (await server.recommend("i1"))["versions"]["vocab"] == "v6"
+        while pins:
+            runtime._pins.release(pins.pop())
+        status = await server.settles(serving(None, "v9"))
+        await until(lambda: living() <= 2)  # what serves, and one for a rollback
+        assert len(status["snapshots"]) <= 2
