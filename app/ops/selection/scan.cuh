@@ -6,7 +6,7 @@
 #ifndef QUICK
 #define QUICK 0
 #endif
-#if TYPE == 2
+#if TYPE == 2 || SMALL || !VEC
 #define BOUNDS __launch_bounds__(128)
 #else
 #define BOUNDS __launch_bounds__(128, RESIDENT)  // blocks that share a processor's registers
