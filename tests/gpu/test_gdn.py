@@ -60,6 +60,20 @@ def test_keys_come_from_the_window_or_lie_in_their_record(geometry):
         assert torch.equal(one, two), name
 
 
+@pytest.mark.parametrize("geometry", [GEOMETRIES[0], GEOMETRIES[7]])
+def test_a_delta_beyond_float16_is_held_at_its_largest_and_nan_stays(geometry):
+    x = make_inputs(geometry, [20], 1, seed=8, dtype=torch.bfloat16)
+    x.windows[0][3, -geometry.v :] = 1e38
+    x.windows[0][4, -geometry.v :] = -1e38
+    x.windows[0][5, -1] = torch.nan
+    call(x, 0, torch.float32)
+    delta = x.records.delta[0, :, -1]
+    assert (delta[3] == 65504).all()
+    assert (delta[4] == -65504).all()
+    assert delta[5].isnan().tolist() == [False] * (geometry.v - 1) + [True]
+    assert delta[[0, 1, 2, *range(6, 20)]].isfinite().all()
+
+
 def test_a_launch_is_captured_into_a_graph():
     x = make_inputs(GEOMETRIES[0], [33, 64], 2, seed=5, dtype=torch.bfloat16)
     expected = [call(x, t, torch.float32) for t in range(2)]
