@@ -21,7 +21,7 @@ from app.policies.lower import Scope, lower_condition, lower_number
 from app.policies.names import Dependence
 from app.policies.operators import Operator, Operators
 from app.policies.plan import Normalize, StepProgram
-from app.policies.program import Applied, Limit, Parts, Select, cuts, legality, program
+from app.policies.program import HEADS, Applied, Limit, Parts, Select, cuts, legality, program, pruning
 from app.policies.resolve import Policy, Resolved
 
 _NORMALIZE: dict[str, Normalize] = {"full": "full", "step": "step", "valid": "valid", "none": "none"}
@@ -77,6 +77,7 @@ def lower_step(
         legal=legality(parts) if follows or isinstance(own, Generated) else None,
         masked=parts.mask is not True,
         cuts=cuts(parts),
+        after=pruning(parts) if parts.prune and (follows or isinstance(own, Generated)) else None,
         generated=own if isinstance(own, Generated) else None,
         unfit=own if isinstance(own, str) else "",
     )
@@ -84,15 +85,20 @@ def lower_step(
 
 def _follows_logits(parts: Parts, score: str, precut: str) -> bool:
     """Whether the step takes the best K by parent + logp of the logits as they are."""
-    more = parts.keep or parts.prune or parts.caps or parts.floors or parts.select.name != "top"
+    more = parts.keep or not _heads(parts) or parts.caps or parts.floors or parts.select.name != "top"
     plain = parts.logits is None and parts.rank is None and score in ("parent + logp", "logp + parent")
     return plain and not more and precut in ("R", "L")
+
+
+def _heads(parts: Parts) -> bool:
+    """Whether prune leaves a head of each request's order by score, so that the best K may be taken first."""
+    return not parts.prune or (parts.rank is None and all(one.operator.name in HEADS for one in parts.prune))
 
 
 def _generated(parts: Parts, phases: Mapping[str, Resolved], scope: Scope) -> Generated | str:
     """The step as the kernels compute it, or why they cannot."""
     keep = operations(phases["keep"])
-    operators = {"prune": parts.prune, "quota": parts.caps or parts.floors}
+    operators = {"prune": not _heads(parts), "quota": parts.caps or parts.floors}
     more = [word for word, given in operators.items() if given]
     more = [one.op for one in keep if one.op not in FLOORS] + more
     if parts.select.name != "top":

@@ -107,6 +107,8 @@ class StepProgram:
               and L): selection from the logits themselves (`app.ops.selection.select_logits`) gives what `run` and the
               best K of its ranks give
     generated score and rank as the kernels compute them (`app.ops.selection.select_ranked`), close to those of `run`
+    after     given with `legal` where survivors are pruned by scores after they were taken: of the inputs of rows, the
+              survivors' scores [M], those of the first of their requests [M], and their rows [M]: who stays, [M] bool
     unfit     why there is neither, for `explain`
     masked    whether the mask says more than `children`; where not, only what the request excludes is left out
     cuts      what may be cut from the rows before the survivors are taken, in words (policy-language 2.3)
@@ -122,6 +124,7 @@ class StepProgram:
     masked: bool = True
     cuts: str = ""
     generated: Generated | None = None
+    after: Callable[[StepInputs, Tensor, Tensor, Tensor], Tensor] | None = None
     unfit: str = ""
 
 

@@ -125,6 +125,31 @@ def legality(parts: Parts) -> Callable[[StepInputs], Tensor | None]:
     return run
 
 
+HEADS = frozenset({"within", "above"})
+"""Operators of `prune` that leave a head of a request's order: the best K can be taken first."""
+
+
+def pruning(parts: Parts) -> Callable[[StepInputs, Tensor, Tensor, Tensor], Tensor]:
+    """Which survivors prune leaves, of operators in HEADS, where the best K by score have been taken already.
+
+    Takes the inputs of rows, the survivors' scores [M], those of the first of their requests [M], and their rows [M].
+    """
+
+    def run(inputs: StepInputs, score: Tensor, best: Tensor, row: Tensor) -> Tensor:
+        frame = Frame(score.device, _known(parts, inputs))
+        stay = torch.ones_like(score, dtype=torch.bool)
+        for one in parts.prune:
+            [bound] = (tensor_of(arg, frame).reshape(-1) for arg in one.args)
+            bound = bound[row] if len(bound) > 1 else bound
+            if one.operator.name == "within":
+                stay = stay & (score >= torch.sub(best, bound))
+            else:
+                stay = stay & ((score >= bound) | (score == best))
+        return stay
+
+    return run
+
+
 def _plain(parts: Parts) -> bool:
     return not (parts.prune or parts.caps or parts.floors or parts.select.carries)
 

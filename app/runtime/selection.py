@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -174,7 +175,7 @@ class Selection:
             mask=self._mask(t, segment, output, state),
             norm=_take(log_norm, rows) if normalize == "given" and log_norm is not None else None,
         )
-        return self._chosen(t, segment, best, state), best.bad.to(torch.int64)
+        return self._chosen(t, segment, best, output, state, keep), best.bad.to(torch.int64)
 
     def _from_expressions(
         self, t: int, segment: _Segment, output: StepOutput, state: BatchState, keep: Sequence[int]
@@ -201,16 +202,40 @@ class Selection:
             mask=self._mask(t, segment, output, state, inputs if whole else None),
             norm=_take(log_norm, rows) if normalize == "given" and log_norm is not None else None,
         )
-        return self._chosen(t, segment, best, state), best.bad.to(torch.int64), broken.sum(dtype=torch.int64)
+        survivors = self._chosen(t, segment, best, output, state, keep)
+        return survivors, best.bad.to(torch.int64), broken.sum(dtype=torch.int64)
 
-    def _chosen(self, t: int, segment: _Segment, best: Chosen, state: BatchState) -> Survivors:
-        """What the kernels chose, with its trie nodes."""
+    def _chosen(
+        self, t: int, segment: _Segment, best: Chosen, output: StepOutput, state: BatchState, keep: Sequence[int]
+    ) -> Survivors:
+        """What the kernels chose and prune leaves, with its trie nodes."""
         rows = segment.rows
+        if segment.structure.steps[t - 1].after is not None:
+            best = self._pruned(t, segment, best, output, state, keep)
         at, dead = best.parent.clamp(min=0), best.parent < 0
         before = _take(state.node, rows)[at].masked_fill_(dead, -1)
         node = child_of(self._trie.first, self._trie.code, before, best.code, self._trie.widest[t - 1])
         parent = best.parent if rows is None else rows[at].masked_fill_(dead, -1)
         return Survivors(parent, best.code, best.order, best.score, node, best.n_valid)
+
+    def _pruned(
+        self, t: int, segment: _Segment, best: Chosen, output: StepOutput, state: BatchState, keep: Sequence[int]
+    ) -> Chosen:
+        """What prune leaves, tombstones for the rest: the end of each request."""
+        after, kept = segment.structure.steps[t - 1].after, [keep[request] for request in segment.requests]
+        assert after is not None, "asked before"
+        inputs = self._inputs(t, segment, output.logits, output, state, whole=False)[0]
+        number = _numbers(kept, self._device)
+        first = upload_ints(_starts(kept)[:-1], torch.int64, self._device)
+        leading = best.score[first.index_select(0, number)]
+        stay = after(inputs, best.score, leading, best.parent.clamp(min=0)) & (best.parent >= 0)
+        n_valid = torch.zeros_like(best.n_valid).scatter_add_(0, number, stay.to(torch.int64))
+        return best._replace(
+            parent=torch.where(stay, best.parent, -1),
+            code=torch.where(stay, best.code, -1),
+            score=torch.where(stay, best.score, -torch.inf),
+            n_valid=n_valid,
+        )
 
     def _from_ranks(
         self, t: int, segment: _Segment, logits: Tensor, output: StepOutput, state: BatchState, keep: Sequence[int]
@@ -394,7 +419,11 @@ def _starts(counts: Sequence[int]) -> tuple[int, ...]:
 
 def _numbered(segment: _Segment, device: torch.device) -> Tensor:
     """[n] int64: which of the segment's requests each row belongs to."""
-    counts = np.diff(segment.row_start)
+    return _numbers(np.diff(segment.row_start), device)
+
+
+def _numbers(counts: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
+    """[sum of counts] int64: 0 count[0] times, then 1 .."""
     return upload(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), device)
 
 

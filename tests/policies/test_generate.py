@@ -111,7 +111,8 @@ def test_an_edit_of_parameters_changes_no_text():
         (["rank: score - 0.3 * sibling"], "`sibling` is not computed inside the kernels"),
         (["rank: score + gumbel"], "`gumbel` is not computed inside the kernels"),
         (["keep:", "  - top_k(2)"], "top_k works on all ranks"),
-        (["prune:", "  - within(param.d)", "quota:", "  - cap(parent, 2)"], "prune and quota work on all ranks"),
+        (["prune:", "  - within_parent(1)", "quota:", "  - cap(parent, 2)"], "prune and quota work on all ranks"),
+        (["prune:", "  - within(param.d)", "rank: score * 2"], "prune works on all ranks"),
         (["select: explore(share=0.4)"], "explore works on all ranks"),
         (
             ["rank: score + prior.popularity + attr.age + where(attr.cold, 1, 0) + where(boosted.campaign, 1, 0)"],

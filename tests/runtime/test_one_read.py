@@ -19,6 +19,8 @@ FOLLOW = {
     "valid": "    normalize: valid\n    mask: trie and not seen\n",
     "none": "    normalize: none\n    score: logp + parent\n",
     "trie": "    normalize: step\n    mask: trie\n",
+    "pruned": "    normalize: step\n    prune:\n      - within(1.1)\n      - above(-30)\n",
+    "far behind": "    normalize: valid\n    mask: not seen\n    prune:\n      - above(-2)\n",
     "anything": "    normalize: step\n    mask: none\n",
     "all codes": "    normalize: step\n    mask: not seen\n",
 }
@@ -34,6 +36,7 @@ EXPRESSIONS = {
     "unseen first": "    normalize: step\n    rank: score - where(seen, 5, 0)\n",
     "likely": "    normalize: valid\n    mask: trie and not seen\n    rank: score + 3 * prob - width / 9\n",
     "likely enough": "    normalize: step\n    keep:\n      - min_p(0.4)\n      - epsilon(0.05)\n",
+    "near": "    normalize: full\n    score: parent + 0.7 * logp\n    prune:\n      - within(0.8)\n",
     "any code": "    normalize: none\n    mask: not seen\n    rank: where(logp > 0, score, 2 * score) - width\n",
 }
 HISTORIES = ((), ("i1",), ("i3", "i9", "i11"))
