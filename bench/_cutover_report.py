@@ -18,6 +18,9 @@ Floats = npt.NDArray[np.float64]
 Row = dict[str, Any]
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
 RESAMPLES = 1000
+AIM = 1.1
+"""The p99 of requests during updates is to be at most so many times the steady one, or no further from it than one
+steady stretch is from another."""
 
 
 def quantile(blocks: Sequence[Floats], q: float) -> float:
@@ -131,6 +134,17 @@ def _of_part(samples: Samples, q: float) -> float:
     return quantile([during], q) / quantile([steady], q) if len(during) else 0.0
 
 
+def verdict(found: Row) -> str:
+    """Whether the updates of one mode show in the p99, in words."""
+    if not found["ratio"] or not found["aa"]:
+        return "not known: a stretch is missing"
+    ratio, (_, low, high) = found["ratio"]["p99"], found["aa"]["p99"]
+    apart = max(high, 1 / low)  # which of the two comes first says nothing
+    words = "{:.2f} ({:.2f}..{:.2f})".format(*ratio)
+    met = "met" if ratio[0] <= max(AIM, apart) else "missed"
+    return f"{met}: {words}; the aim is {AIM}, or {apart:.2f}, the farthest that steady stretches may be apart (A/A)"
+
+
 def write_report(parts: Sequence[Row], out: Path) -> str:
     """Write OUT.json, OUT.svg and OUT.md; the text of the last."""
     if any(part["setting"] != parts[0]["setting"] for part in parts):
@@ -161,11 +175,12 @@ def markdown(parts: Sequence[Row], found: Row, name: str) -> str:
         f"commit {m['commit'] or 'unknown'}.\n",
         *(f"**{note}**\n" for note in notes),
         *(f"**Cut short: {one}**\n" for mode in found.values() for one in mode["trouble"]),
+        *(f"**{mode}: p99 during updates / steady: {verdict(one)}**\n" for mode, one in found.items()),
         _figures(found),
         "\nRatios at a quantile, with 95 % of a bootstrap over blocks of three seconds. During: requests that overlap\n"
         "an update, from its publication to a quarter of a second after the version before gave its memory back.\n"
         "A/A: the second steady stretch against the first. The first updates of a server fill its weight slots and,\n"
-        "on a GPU, capture their graphs; they come before the stretches and are in no other row.\n",
+        "on a GPU, capture their graphs; the last of them comes under load, and is in no other row.\n",
         f"![p99 over time]({name}.svg)\n",
     ]
     return "\n".join(lines)

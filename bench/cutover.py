@@ -4,12 +4,12 @@
     python -m bench.cutover run --work FOLDER --out part1.json [--setting ...] [--mode live|naive] [--cutovers N] ...
     python -m bench.cutover report --out results/cutover part*.json
 
-`run` is one part: a server as a process of its own, client processes in an open loop at a share of the saturation that
-they measured just before; a few updates that fill the weight slots; S seconds steady, N versions `--gap` seconds apart
-(weights, vocabs, both), S seconds steady. Every request is written down. `report` pools parts: the tail of requests
-that overlap an update (from its publication until the version before has given its memory back) against that of the
-steady ones, with bootstrap intervals, beside the same ratio between the two steady stretches (A/A). `--mode naive`
-rebuilds on the engine thread.
+`run` is one part: a server as a process of its own, client processes in an open loop at a share of the saturation
+that they measured just before; updates that fill the weight slots, the last one under load; S seconds steady, N
+versions `--gap` seconds apart (weights, vocabs, both), S seconds steady. Every request is written down. `report`
+pools parts: the tail of requests that overlap an update (from its publication until the version before has given its
+memory back) against that of the steady ones, with bootstrap intervals, beside the same ratio between the two steady
+stretches (A/A). `--mode naive` rebuilds on the engine thread.
 """
 
 from __future__ import annotations
@@ -48,12 +48,16 @@ def run_part(arguments: argparse.Namespace, work: Path) -> Row:
     (work / "bodies.jsonl").write_bytes(b"\n".join(bodies(setting)))
     before = machine({}, setting.threads)
     with serving(root, arguments.mode) as server:
+        updates = Updates(server, work, arguments.gap)
+        _, wrong = updates.publish(["both"] * (arguments.first - 1), math.inf)  # nobody has to wait for these
+        if wrong:
+            raise Trouble(wrong[0])
         most = arguments.saturation or saturation(server.url, work, arguments.clients, arguments.probe)
         rate = arguments.rate or arguments.share * most
         print(f"{time.monotonic() - began:.0f} s: saturation {most:.1f}/s, open loop at {rate:.1f}/s", file=sys.stderr)
         clients = Clients(server.url, work, arguments.clients, rate, arguments.seed)
         try:
-            timed = _timed(server, work, arguments, began)
+            timed = _timed(updates, arguments, began)
         finally:
             found, wrong = clients.collect()
         _complete(server, timed["first"] + timed["updates"])
@@ -67,14 +71,14 @@ def run_part(arguments: argparse.Namespace, work: Path) -> Row:
     }  # fmt: skip
 
 
-def _timed(server: Server, work: Path, arguments: argparse.Namespace, began: float) -> Row:
+def _timed(updates: Updates, arguments: argparse.Namespace, began: float) -> Row:
     """The stretches of a part, under load: `marks` are their bounds. Updates end early for `--limit`, and where
     that is not enough, so does the second steady stretch."""
-    updates, trouble = Updates(server, work, arguments.gap), list[str]()
+    trouble = list[str]()
     end = began + arguments.limit
     until = end - arguments.steady - arguments.rest
     time.sleep(arguments.warm)
-    first, wrong = updates.publish(["both"] * arguments.first, until - arguments.steady)
+    first, wrong = updates.publish(["both"] * min(arguments.first, 1), until - arguments.steady)
     trouble += wrong
     if first:
         time.sleep(arguments.warm)  # whoever waited has been answered
@@ -200,7 +204,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--rate", type=float, help="requests a second, instead of share x saturation")
     run.add_argument("--clients", type=int, default=max(1, cores() // 4), help="processes")
     run.add_argument("--probe", type=float, default=2.5, help="seconds of each rate while looking for saturation")
-    run.add_argument("--first", type=int, default=2, help="updates before anything counts: they fill the weight slots")
+    run.add_argument("--first", type=int, default=2, help="updates that fill the weight slots, the last under load")
     run.add_argument("--limit", type=float, default=480.0, help="seconds of the part; updates end early for it")
     run.add_argument("--warm", type=float, default=4.0, help="seconds under load before and after the first updates")
     run.add_argument("--rest", type=float, default=2.0, help="seconds between the last update and a steady stretch")

@@ -119,6 +119,8 @@ def test_the_report_pools_parts_and_modes(tmp_path):
     assert "| during / steady, p99 | 1.00 (1.00..1.00) | 30.00" in text
     assert "| parts, updates | 2, 2 of 2 | 1, 1 of 1 |" in text
     assert "Cut short" not in text
+    assert "**live: p99 during updates / steady: met: 1.00 (1.00..1.00); the aim is 1.1, or 1.00, " in text
+    assert "**naive: p99 during updates / steady: missed: 30.00 " in text
     summary = json.loads((tmp_path / "r.json").read_text())["summary"]
     assert summary["live"]["requests"]["sent"] == 460
     picture = (tmp_path / "r.svg").read_text()
@@ -133,6 +135,7 @@ def test_a_part_that_was_cut_short_says_so_and_parts_of_other_settings_are_refus
     assert "| first updates p50, p99, p99.9 ms | 5.00, 5.00, 5.00 |" in text
     cut = write_report([part([row for row in rows if row[0] < 12], trouble=["the server ended"])], tmp_path / "cut")
     assert "| A/A, p99 |  |" in cut
+    assert "**live: p99 during updates / steady: not known: a stretch is missing**" in cut
     with pytest.raises(SystemExit, match="different settings"):
         write_report([part(rows), {**part(rows), "setting": {"width": 1}}], tmp_path / "r")
 
