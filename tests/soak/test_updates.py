@@ -91,8 +91,9 @@ async def test_cutovers_half_of_them_failing_in_every_way(tmp_path):
 
 
 def flat(before, after):
+    """From a fifth of the run to its end. Memory: less than 1 %, and what one measurement differs from another."""
     assert after.files <= before.files + 8
     assert after.threads <= before.threads
     assert after.tasks <= before.tasks + 8
     assert after.objects <= before.objects + 16
-    assert after.rss <= 1.05 * before.rss + (8 << 20)
+    assert after.rss <= 1.01 * before.rss + (2 << 20)
