@@ -96,4 +96,4 @@ def flat(before, after):
     assert after.threads <= before.threads
     assert after.tasks <= before.tasks + 8
     assert after.objects <= before.objects + 16
-    assert after.rss <= 1.01 * before.rss + (2 << 20)
+    assert after.rss <= 1.01 * before.rss + (1 << 20)
