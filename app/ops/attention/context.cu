@@ -11,21 +11,22 @@
 // of head dim 128 each half is a plane of its own. A warpgroup has 64 queries: their fragments and its output stay in
 // registers, and so do the probabilities, which are laid out as the next product takes them.
 //
-// The product of a tile's probabilities with its values is under way together with that of the queries with the next keys.
-// A place is filled two tiles ahead: all warpgroups are then behind the product that read it last. The running maximum is
-// only raised where a row's scores exceed it by more than a factor of 2^8: the sums stay far from overflow, and most tiles
+// The two warpgroups of a block take turns: while one has its products - the probabilities of a tile with its values, and its
+// queries with the next keys - the other has its softmax. Left to themselves they would wait for the products at the same
+// time. Each fetches its half of a tile three tiles ahead, has the half of the next tile when it gives the turn away, and so
+// finds all of its own tile there when it gets the turn; the other is then behind the products that read the place before.
+//
+// The running maximum is only raised where a row's scores exceed it by more than a factor of 2^8: the sums stay far from overflow, and most tiles
 // need no rescaling of the output. What a row gets depends on no other row.
 
 // part: prelude/half.cuh
 
-#ifndef GROUPS
-#define GROUPS 2                  // warpgroups of a block
-#define BLOCKS (D == 64 ? 2 : 1)  // blocks of a processor
-#endif
-#define THREADS (128 * GROUPS)
-#define ROWS (64 * GROUPS)
+#define BLOCKS (D == 64 ? 2 : 1)  // of a processor
+#define THREADS 256
+#define ROWS 128
 #define KEYS 64
-#define STAGES 4
+#define STAGES 6
+#define AHEAD 3
 #define PLANES (D / 64)
 #define PLANE (KEYS * 128)  // bytes
 #define STAGE (2 * PLANES * PLANE)
@@ -65,10 +66,7 @@ PRODUCT(values, SUMMED, "1", "1")
 
 __device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void finish() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
+__device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 // Keeps what is made of y behind this line, and what makes it before.
 __device__ __forceinline__ void settled(float (&y)[8][4]) { asm volatile("" : LIST(SUMMED) : : "memory"); }
@@ -104,6 +102,13 @@ __device__ __forceinline__ void fetch_tile(Fetch& x, u32 at, int count, i64 k_po
         fetch(to + i * EACH * 128 + STAGE / 2, x.values + i * EACH * v_position, there);
     }
     x.key += KEYS, x.keys += KEYS * k_position, x.values += KEYS * v_position;
+}
+
+// All but this thread's newest tiles are in shared memory, where products see them.
+template <int NEWEST>
+__device__ __forceinline__ void fetched() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 __device__ __forceinline__ float most_of_quad(float x) {
@@ -212,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) context(
     const int queries = (row_start[request + 1] - begins) * group, given = length[request];
     if (first >= queries) return;
     const int count = given < 0 ? 0 : given < positions ? given : (int)positions, steps = (count + KEYS - 1) / KEYS;
-    const int warp = threadIdx.x / 32, c = threadIdx.x % 4, mine = first + warp * 16 + threadIdx.x % 32 / 4;
+    const int warp = threadIdx.x / 32, self = warp / 4, c = threadIdx.x % 4, mine = first + warp * 16 + threadIdx.x % 32 / 4;
 
     const int key = threadIdx.x / (D / 8), piece = threadIdx.x % (D / 8);
     Fetch from = {(const u16*)k + request * k_request + key_head * D + key * k_position + piece * 8,
@@ -222,15 +227,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) context(
         if (step < steps) fetch_tile(from, step % STAGES, count, k_position, v_position);
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    auto arrived = [&](int step) {
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncthreads();
-        fetch_next(step + 2);
+    auto take_turn = [&](int step) {
+        fetched<AHEAD - 2>();  // this thread's part of the next tile, too
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + self), "n"(THREADS) : "memory");
     };
-    fetch_next(0), fetch_next(1);
-    if (first + warp / 4 * 64 >= queries) {  // a warpgroup without queries
-        for (int step = 0; step < steps; step++) arrived(step);
+    auto give_turn = [&](int step) {
+        if (!self || step < steps - 1) asm volatile("bar.arrive %0, %1;" ::"r"(2 - self), "n"(THREADS) : "memory");
+    };
+#pragma unroll
+    for (int step = 0; step < AHEAD; step++) fetch_next(step);
+    if (self && steps) {
+        fetched<AHEAD - 1>();
+        asm volatile("bar.arrive 1, %0;" ::"n"(THREADS) : "memory");
+    }
+    if (first + self * 64 >= queries) {  // a warpgroup without queries
+        for (int step = 0; step < steps; step++) take_turn(step), give_turn(step), fetch_next(step + AHEAD);
         return;
     }
 
@@ -254,26 +265,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) context(
     const u32 tile = places >> 4;
     if (steps) {
         float s[8][4];
-        arrived(0);
+        take_turn(0);
         start_scores(s, asked, tile);
-        finish<0>();
+        give_turn(0);
+        finish();
         settled(s);
+        fetch_next(AHEAD);
         weigh(x, s, factor, count);
     }
 #pragma unroll 1
-    for (u32 step = 1; step < steps; step++) {
+    for (int step = 1; step < steps; step++) {
         float s[8][4];
-        arrived(step);
+        take_turn(step);
         start_scores(s, asked, tile + step % STAGES * (STAGE >> 4));
         start_output(x, tile + (step - 1) % STAGES * (STAGE >> 4) + (STAGE / 2 >> 4));
-        finish<0>();
+        give_turn(step);
+        finish();
         settled(s);
 #pragma unroll
         for (int plane = 0; plane < PLANES; plane++) settled(x.y[plane]);
+        fetch_next(step + AHEAD);
         weigh(x, s, factor, count - step * KEYS);
     }
     if (steps) start_output(x, tile + (steps - 1) % STAGES * (STAGE >> 4) + (STAGE / 2 >> 4));
-    finish<0>();
+    finish();
 #pragma unroll
     for (int plane = 0; plane < PLANES; plane++) settled(x.y[plane]);
 

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).with_name("context.cu")
 ARCH = "sm_90a"
 HEADS = (64, 128)
 """Head dims that it is compiled for."""
-_GROUPS, _KEYS, _STAGES = 2, 64, 4
+_THREADS, _ROWS, _KEYS, _STAGES = 256, 128, 64, 6
 
 
 def unfit(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
@@ -54,10 +54,10 @@ def attend(
     out = torch.empty((n, h, d), dtype=q.dtype, device=q.device)
     lse = torch.empty((h, n), dtype=torch.float32, device=q.device)
     lengths, start = length.to(torch.int32).contiguous(), row_start.to(torch.int32).contiguous()
-    tiles = -(-widest * (h // hkv) // (64 * _GROUPS))
+    tiles = -(-widest * (h // hkv) // _ROWS)
     if blocks := requests * hkv * tiles:
         _kernel(q.device, d, bf16=q.dtype == torch.bfloat16).launch(
-            blocks, 128 * _GROUPS,
+            blocks, _THREADS,
             q.data_ptr(), k.data_ptr(), v.data_ptr(), lengths.data_ptr(), start.data_ptr(), out.data_ptr(),
             lse.data_ptr(), q.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             n, h, hkv, positions, tiles, np.float32(scale),
