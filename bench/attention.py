@@ -1,7 +1,7 @@
 """Attention of a wide beam over its own prefix on a GPU: RecoGEM's figure 18, and the ancestry form beside it.
 
-Each cell is the median of one graph replay over several input sets, together larger than the L2 cache, divided by their
-number. B rows (requests times beam width), H heads, D = 64, S positions; float16 unless --dtype says otherwise.
+Each cell is the median of one graph replay over several input sets, together larger than the L2 cache, divided by the
+number of calls. B rows (requests times beam width), H heads, D = 64, S positions; float16 unless --dtype says another.
 
 * compacted: our kernel over compacted slots; copies: what compaction moves before it
 * ancestry: over append-only slots of a tree of uniform parents, sorted by parent, W = 512, a BOS slot a request;
@@ -32,7 +32,7 @@ from app.ops import cuda
 from app.ops.attention import reference
 from app.ops.transition import compact
 from bench._contexts import CONTEXTS, context_cell, context_table
-from bench._graph_time import graph_time
+from bench._graph_time import LEAST, graph_time
 
 SHAPES = tuple(product((4096, 8192, 16384), (32, 64)))
 POSITIONS = (1, 2, 3, 4, 8)
@@ -179,13 +179,13 @@ def cell(rows: int, heads: int, positions: int, dtype: torch.dtype, peers: bool,
     sets = [inputs(rows, heads, positions, dtype, n) for n in range(max(2, -(-SET_BYTES // size)))]
     found: dict[str, Any] = {"B": rows, "H": heads, "S": positions, "floor": floor(rows, heads, positions)}
     found["error"] = check(sets[0], positions)
-    found["compacted"] = graph_time([lambda x=x: ours(x, x.tree, compacted=True) for x in sets])
-    found["ancestry"] = graph_time([lambda x=x: ours(x, x.tree, compacted=False) for x in sets])
-    found["ancestry_no_bos"] = graph_time([lambda x=x: ours(x, x.no_bos, compacted=False) for x in sets])
+    found["compacted"] = graph_time([lambda x=x: ours(x, x.tree, compacted=True) for x in sets], least=LEAST)
+    found["ancestry"] = graph_time([lambda x=x: ours(x, x.tree, compacted=False) for x in sets], least=LEAST)
+    found["ancestry_no_bos"] = graph_time([lambda x=x: ours(x, x.no_bos, compacted=False) for x in sets], least=LEAST)
     standby = (torch.empty_like(sets[0].k_slots), torch.empty_like(sets[0].v_slots))
     if positions > 1:
-        found["copies"] = graph_time([lambda x=x: copies(x, standby, positions) for x in sets])
-    found["per_row"] = graph_time([lambda x=x: per_row(x, positions) for x in sets])
+        found["copies"] = graph_time([lambda x=x: copies(x, standby, positions) for x in sets], least=LEAST)
+    found["per_row"] = graph_time([lambda x=x: per_row(x, positions) for x in sets], least=LEAST)
     if peers:
         kv = [whole(x) for x in sets[:2]]
         own = list(zip(sets[:2], kv, strict=True))
