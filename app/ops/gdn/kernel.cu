@@ -93,10 +93,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) replay(
     const int tile_v = rest % (V / VT), h = rest / (V / VT) % hv, r = rest / (V / VT) / hv;
     if (!WGMMA || threadIdx.x == 0)
         state_begin(barrier, state, s_ctx + (((i64)r * hv + h) * (V / VT) + tile_v) * (STATE / 2));
-#if WGMMA
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // all but S_ctx may come from the kernel before
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
     const int begin = row_start[r], end = row_start[r + 1];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c = lane & 3, quad = lane & ~3;
     const int hq = h / (hv / hk), stride = splits * GROUPS * 32, count = columns - first;
@@ -106,6 +102,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) replay(
     int slot0 = ancestor(ancestry, row, columns, first + c, compact, slots);
     int slot1 = ancestor(ancestry, row, columns, first + c + 4, compact, slots);
     float log_decay = now(log_alpha + (i64)row * hv + h), gate = now(beta + (i64)row * hv + h);
+#if WGMMA
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // what follows may come from the kernel before
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 #if STAGED
     stage_qk(mine, window + row * channels + at_k, own + row * pitch + at_k, tile < end);
     stage_v(mine, window + row * channels + 2 * hk * K + at_v, tile < end);
