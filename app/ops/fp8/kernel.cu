@@ -120,26 +120,19 @@ gated(const u16* gate, const u16* up, i64 gate_row, i64 up_row, u8* q, float* sc
     put(kept, pieces, q + row * pieces * 8, scale + row, me, team);
 }
 
-// x / sqrt(mean(x^2) + eps) * weight; where there is `added`, x += added before it, in x's memory
-extern "C" __global__ void __launch_bounds__(1024) normed(
-    u16* x, i64 stride, const u16* added, i64 added_row, const u16* weight, float eps, u8* q, float* scale, i64 n,
-    i64 pieces, i64 team_) {
+// As load_once, of what the same thread writes later.
+__device__ __forceinline__ uint4 load_own(const void* p) {
+    uint4 x;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p));
+    return x;
+}
+
+// The kept pieces of x as x / sqrt(mean(x^2) + eps) * weight, in 8 bits.
+__device__ __forceinline__ void norm(
+    uint4 (&kept)[PIECES], const u16* weight, float eps, i64 pieces, u8* q, float* scale, int me, int team) {
     __shared__ float cells[32];
-    ROW
-    EACH_PIECE kept[p] = *(const uint4*)(x + row * stride + at * 8);
-    if (added) {
-        uint4 other[PIECES];
-        EACH_PIECE other[p] = load_once(added + row * added_row + at * 8);
-        EACH_PIECE {
-            float v[8], w[8];
-            unpack8(kept[p], v);
-            unpack8(other[p], w);
-#pragma unroll
-            for (int e = 0; e < 8; e++) v[e] += w[e];
-            kept[p] = pack8(v);
-            store(x + row * stride + at * 8, kept[p]);
-        }
-    }
     float squares = 0;
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
@@ -157,5 +150,34 @@ extern "C" __global__ void __launch_bounds__(1024) normed(
         for (int e = 0; e < 8; e++) v[e] = v[e] * factor * w[e];
         kept[p] = pack8(v);
     }
-    put(kept, pieces, q + row * pieces * 8, scale + row, me, team);
+    put(kept, pieces, q, scale, me, team);
+}
+
+extern "C" __global__ void __launch_bounds__(1024) normed(
+    const u16* x, i64 stride, const u16* weight, float eps, u8* q, float* scale, i64 n, i64 pieces, i64 team_) {
+    ROW
+    EACH_PIECE kept[p] = load_once(x + row * stride + at * 8);
+    norm(kept, weight, eps, pieces, q + row * pieces * 8, scale + row, me, team);
+}
+
+// The same of x += added, in x's memory.
+extern "C" __global__ void __launch_bounds__(1024) summed(
+    u16* x, i64 stride, const u16* added, i64 added_row, const u16* weight, float eps, u8* q, float* scale, i64 n,
+    i64 pieces, i64 team_) {
+    ROW
+    uint4 other[PIECES];
+    EACH_PIECE {
+        kept[p] = load_own(x + row * stride + at * 8);
+        other[p] = load_once(added + row * added_row + at * 8);
+    }
+    EACH_PIECE {
+        float v[8], w[8];
+        unpack8(kept[p], v);
+        unpack8(other[p], w);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] += w[e];
+        kept[p] = pack8(v);
+        store(x + row * stride + at * 8, kept[p]);
+    }
+    norm(kept, weight, eps, pieces, q + row * pieces * 8, scale + row, me, team);
 }

@@ -58,8 +58,9 @@ def quantise_normed(x: Tensor, weight: Tensor, eps: float, added: Tensor | None 
     operands = (x, weight.unsqueeze(0)) if added is None else (x, weight.unsqueeze(0), added)
     if _kernelless(*operands) or not all(_whole(one) for one in operands):
         return EightBits(*reference.quantise_normed(x, weight, eps, added))
-    out, (other, row) = _empty(x), (0, 0) if added is None else (added.data_ptr(), added.stride(0))
-    _launch("normed", out, x.data_ptr(), x.stride(0), other, row, weight.data_ptr(), np.float32(eps))
+    out, other = _empty(x), () if added is None else (added.data_ptr(), added.stride(0))
+    name = "normed" if added is None else "summed"
+    _launch(name, out, x.data_ptr(), x.stride(0), *other, weight.data_ptr(), np.float32(eps))
     return out
 
 
