@@ -245,7 +245,7 @@ def main() -> None:
         for row in table():
             tables[name].append(row)
             print(name, shown(row), flush=True)
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit(), "rows": ROWS}
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit(), "batch_rows": ROWS}
     if args.out:
         args.out.write_text(json.dumps(about | tables, indent=1) + "\n", "utf-8")
 
