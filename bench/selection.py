@@ -44,7 +44,7 @@ EXPRESSION = """\
 #define RANK_VALUES 1
 #define RANK_COLUMNS 0
 #define RANK_SCORE add(parent, logp)
-#define RANK sub((logp > -9.f ? score : mul(2.f, score)), mul(value(0), exp_of(logp)))
+#define RANK sub((logp > -9.f ? score : mul(2.f, score)), mul(value(0), prob_of(logp)))
 """
 """As `app/policies/generate.py` writes it."""
 NAMES = ("whole", "bare", "rank", "program", "ranks", "radix", "bitonic", "topk", "torch")

@@ -83,7 +83,7 @@ class _Text:
             case Name(name=name) if name in _OWN:
                 return name
             case Name(name="prob"):
-                return "exp_of(logp)"
+                return "prob_of(logp)"
             case Name(name="width"):
                 return self.value("width")
             case Field(space=space, name=name):

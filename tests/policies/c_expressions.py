@@ -19,7 +19,8 @@ def _divide(a: Values, b: Values) -> Values:
 
 FUNCTIONS: Mapping[str, Callable[..., Values]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _divide, "minus": np.negative,
-    "lesser": np.minimum, "larger": np.maximum, "size_of": np.abs, "root": np.sqrt, "exp_of": np.exp, "power": np.power,
+    "lesser": np.minimum, "larger": np.maximum, "size_of": np.abs, "root": np.sqrt, "power": np.power,
+    "exp_of": np.exp, "prob_of": np.exp,
     "log_of": lambda a: np.where(a > 0, np.log(a), np.float32(np.nan)), "sigmoid": lambda a: ONE / (ONE + np.exp(-a)),
     "log_64": lambda a: np.log(np.float64(a)).astype(np.float32),
     "__int_as_float": lambda a: np.uint32(a).view(np.float32),

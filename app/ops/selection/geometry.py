@@ -18,7 +18,7 @@ STATIC = 26 * 1024
 """Bytes of shared memory that the kernels hold beside what the geometry asks for."""
 ROOM = 8192
 """Candidates a block of `tail` has room for, where memory allows."""
-CLUSTERS = ((8, 8), (4, 16), (3, 44), (2, 66))
+CLUSTERS = ((8, 8), (6, 16), (3, 44), (2, 66))
 """Blocks that share a request, and up to how many requests: clusters of 1024-thread blocks must all run at once, and do
 not fill the processors of an H200 evenly (3 were quicker than 2 and 4 at 32 requests)."""
 

@@ -1,9 +1,7 @@
 // The largest rank of each chunk, where ranks do not follow the logits: a row's log-sum-exp first, then its ranks. A row
 // of a tile or less is read once.
 
-#ifndef RESIDENT
-#define RESIDENT (TYPE == 2 ? 3 : RANK_COLUMNS ? 4 : 6)  // blocks that share a processor's registers
-#endif
+#define RESIDENT (TYPE == 2 ? 3 : RANK_COLUMNS ? 4 : 7)  // blocks that share a processor's registers
 
 // `element`, where k is not known to the compiler: no array is indexed by it.
 __device__ __forceinline__ float element_at(const uint4& x, int k) {

@@ -80,6 +80,11 @@ __device__ __forceinline__ float size_of(float a) { return __int_as_float(__floa
 __device__ __forceinline__ float log_64(float a) { return (float)log((double)a); }
 __device__ __forceinline__ float log_of(float a) { return a > 0.f ? logf(a) : NOT_A_NUMBER; }
 __device__ __forceinline__ float exp_of(float a) { return expf(a); }
+
+// exp(logp): of a log-probability, which is 0 at most, within 1e-7.
+__device__ __forceinline__ float prob_of(float logp) {
+    return RANK_NORMED ? exp2_of(mul(logp, 1.4426950408889634f)) : expf(logp);
+}
 __device__ __forceinline__ float sigmoid(float a) { return quotient(1.f, add(1.f, expf(minus(a)))); }
 __device__ __forceinline__ float power(float a, float b) { return powf(a, b); }
 

@@ -3,9 +3,7 @@
 #define BINS 512    // of chunk scores
 #define FINE 2048   // of candidates
 #define MOST 1024   // candidates of a bin that are ranked by comparing each with each
-#ifndef AHEAD  // vectors of a lane in flight
-#define AHEAD (SCORE == 3 ? 1 : CLUSTER > 2 ? 2 : 4)
-#endif
+#define AHEAD (SCORE == 3 ? 2 : CLUSTER > 6 ? 3 : 4)  // vectors of a lane in flight
 
 
 #if CLUSTER > 1
