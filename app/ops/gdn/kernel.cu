@@ -2,7 +2,7 @@
 // records, the update, the output and the new record. No state of a beam exists anywhere.
 //
 // build: K=128 V=128,512 VT=128 BF16=0,1 OUT32=0,1 WGMMA=0 STAGED=0,1 spill=96
-// build: K=256 V=128,512 VT=64 BF16=0,1 OUT32=0,1 WGMMA=0 STAGED=0
+// build: K=256 V=128,512 VT=64 BF16=0,1 OUT32=0,1 WGMMA=0 STAGED=0 spill=16
 // build: K=128 V=128,512 VT=128 BF16=0,1 OUT32=0,1 WGMMA=1 STAGED=1 arch=sm_90a spill=32
 // build: K=256 V=128,512 VT=128 BF16=0,1 OUT32=0,1 WGMMA=1 STAGED=0 arch=sm_90a spill=96
 //

@@ -93,8 +93,8 @@ def fused_replay(
     into       the slots (into, 0..N-1) are written; None = none. Where `key` is their k itself, that stays as it is
     dtype      of the output: float32 or the window's
     portable   use what every GPU since compute capability 8.0 has, on 9.0 too, where warpgroup products are quicker
-    early      S_ctx, the gates, row_start and ancestry were there before the kernel launched last began, and may be read
-               while that one ends
+    early      S_ctx, the gates, row_start and ancestry were there before the kernel launched last began: they may be
+               read while that one ends
     Returns o [N, HV, V]. Raises ValueError with the reason of `unfit`. q, k are exact operands; S_ctx is rounded to two
     16-bit terms (relative 2^-17), delta to float16 in its slot only.
     """
