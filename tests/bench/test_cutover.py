@@ -121,6 +121,8 @@ def test_the_report_pools_parts_and_modes(tmp_path):
     assert "Cut short" not in text
     assert "**live: p99 during updates / steady: met: 1.00 (1.00..1.00); the aim is 1.1, or 1.00, " in text
     assert "**naive: p99 during updates / steady: missed: 30.00 " in text
+    uneven = [(at, 2 * ms if at > 14 else ms, *rest) for at, ms, *rest in rows]
+    assert "not known: steady stretches may be 2.00 apart (A/A)" in write_report([part(uneven)], tmp_path / "u")
     summary = json.loads((tmp_path / "r.json").read_text())["summary"]
     assert summary["live"]["requests"]["sent"] == 460
     picture = (tmp_path / "r.svg").read_text()
