@@ -11,7 +11,7 @@
 #define THREADS 256
 #define WARPS (THREADS / 32)
 #define EXPERTS 512
-#define ROWS 64    // of a block that counts or arranges
+#define ROWS 128   // of a block that counts or arranges
 #define AT_ONCE 4  // rows that a thread of combine loads before it adds them
 #define NOT_A_NUMBER 0xffffffffu
 

@@ -19,7 +19,7 @@ from app.ops.library import register
 _SOURCE = Path(__file__).with_name("kernel.cu")
 _PIECE = 8
 """Elements of 16 bytes, of which rows and matrices consist where torch multiplies by groups."""
-_THREADS, _WARPS, _ROWS, _EXPERTS, _MOST = 256, 8, 64, 512, 32
+_THREADS, _WARPS, _ROWS, _EXPERTS, _MOST = 256, 8, 128, 512, 32
 """Threads and warps of a block; rows of one that spreads; the most experts, and the most of them for a row."""
 
 
