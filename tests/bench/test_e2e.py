@@ -33,9 +33,10 @@ def test_one_plan_for_all_steps_finds_what_the_step_plans_find(mode, snapshot):
 
 @pytest.mark.parametrize("mode", e2e.ORDER)
 def test_a_mode_is_measured_and_shown(mode, snapshot, monkeypatch):
-    monkeypatch.setattr(e2e, "profiled", lambda _: {"kinds_ms": KINDS, "busy_ms": 3.0})
+    monkeypatch.setattr(e2e, "profiled", lambda run: run() and {"kinds_ms": KINDS, "busy_ms": 3.0})
     monkeypatch.setattr(e2e, "SETS", 2)
-    run = e2e.measure(mode, e2e.prepared(mode, snapshot, 2), 2, SMALL, snapshot, 0.0, 5)
+    found = e2e.measure(mode, e2e.prepared(mode, snapshot, 2), 2, SMALL, snapshot, 0.0, 5)
+    run = {**found.run, "phases": found.phases()}
     assert run["alike"] == 1
     assert run["batches"] >= 8
     assert run["p99_ms"] >= run["median_ms"] > 0
@@ -70,7 +71,8 @@ def test_other_modes_are_compared_with_step():
 
 @pytest.mark.parametrize(("name", "kind"), [
     ("memcpy128", "copies"), ("memset (device)", "copies"), ("void pytorch_flash::flash_fwd_kernel", "attention"),
-    ("slots_4", "attention"), ("scan", "selection"), ("nvjet_sm90_tst_256x128", "products"), ("gated", "rest"),
+    ("slots_4", "attention"), ("scan", "selection"), ("nvjet_sm90_tst_256x128", "products"), ("gated", "norms and gates"),
+    ("context", "attention"),
     ("cublaslt::splitkreduce_kernel", "products"),
 ])  # fmt: skip
 def test_kernels_have_a_kind(name, kind):
