@@ -167,8 +167,8 @@ def prepared(mode: str, snapshot: Snapshot, batch: int) -> Prepared:
 
 
 class Measured(NamedTuple):
-    """A run, without its `phases`, and what finds them: once a profiler has run, every launch of the process costs
-    more."""
+    """A run, whose `phases` are empty yet, and what finds them: once a profiler has run, every launch of the process
+    costs more."""
 
     run: Row
     phases: Callable[[], Row]
@@ -196,7 +196,7 @@ def measure(mode: str, of: Prepared, batch: int, shape: Shape, snapshot: Snapsho
         "latency_ms": {"mean": 1e3 * statistics.mean(spent.latency), "p99": _p99(spent.latency)},
         "mfu": {name: flop / mean / most for name, most in CEILINGS.items()},
         "mfu_decode": {name: shape.decode_flop(batch) / decode_s / most for name, most in CEILINGS.items()},
-        "steps_ms": steps, "graphs": taken._asdict(), "flop": flop, "alike": alike,
+        "steps_ms": steps, "phases": {}, "graphs": taken._asdict(), "flop": flop, "alike": alike,
         "eager_steps": metrics.registry.get_sample_value("widebeam_engine_eager_steps_total"),
     }  # fmt: skip
     return Measured(run, lambda: profiled(lambda: loop.serve(Batch(sets[0]))))
@@ -254,10 +254,10 @@ def markdown(document: Row) -> str:
         lines.append(
             f"| {one['mode']} | {one['precision']} | {one['batch']} | {one['mean_ms']:.2f} | {one['p99_ms']:.2f} "
             f"| {latency['mean']:.2f} | {latency['p99']:.2f} | {one['qps']:.0f} | {mfu} | {decode} "
-            f"| {one['phases']['busy_ms']:.2f} | {one['seconds']:.0f} |"
+            f"| {_shown(one['phases'].get('busy_ms'), 2)} | {one['seconds']:.0f} |"
         )
     labels = sorted({label for one in rows for label in one["steps_ms"]}, key=lambda x: (x != "context", x))
-    kinds = list(rows[0]["phases"]["kinds_ms"])
+    kinds = [*KINDS, "rest"]
     head = " | ".join([*(f"step {x}" if x != "context" else x for x in labels), *kinds])
     lines += [
         "", "## Where the time goes", "",
@@ -266,10 +266,14 @@ def markdown(document: Row) -> str:
         f"| mode | precision | batch | {head} |", "| --- | --- " + "| ---: " * (1 + len(labels) + len(kinds)) + "|",
     ]  # fmt: skip
     for one in rows:
-        cells = [one["steps_ms"].get(x) for x in labels] + [one["phases"]["kinds_ms"][x] for x in kinds]
-        shown = " | ".join("-" if x is None else f"{x:.3f}" for x in cells)
+        cells = [one["steps_ms"].get(x) for x in labels] + [one["phases"].get("kinds_ms", {}).get(x) for x in kinds]
+        shown = " | ".join(_shown(x, 3) for x in cells)
         lines.append(f"| {one['mode']} | {one['precision']} | {one['batch']} | {shown} |")
     return "\n".join([*lines, *_ratios(rows)]) + "\n"
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _ratios(rows: Sequence[Row]) -> list[str]:
@@ -311,6 +315,8 @@ def main() -> None:
             for one in measured(mode, snapshot, SHAPES[args.shape], args.batch, args.seconds, args.k):
                 made.append(one)
                 print(json.dumps(one.run), flush=True)
+                if args.out:
+                    write(args.out, args.shape, [one.run], _parameters(snapshot))
     for one in made:
         one.run["phases"] = one.phases()
         if args.out:

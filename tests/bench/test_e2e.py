@@ -42,7 +42,9 @@ def test_a_mode_is_measured_and_shown(mode, snapshot, monkeypatch):
     assert run["p99_ms"] >= run["median_ms"] > 0
     assert set(run["steps_ms"]) == {"context", "1", "2", "3", "4"}
     about = dict.fromkeys(("device", "torch", "cuda", "commit"), "x")
-    shown = e2e.markdown({**about, "shape": "0.2b", "parameters": 1, "runs": e2e.merged([], [run])})
+    shown = e2e.markdown(
+        {**about, "shape": "0.2b", "parameters": 1, "runs": e2e.merged([found.run], [{**run, "batch": 3}])}
+    )
     assert f"| {mode} | float32 | 2 | " in shown
 
 
@@ -71,8 +73,8 @@ def test_other_modes_are_compared_with_step():
 
 @pytest.mark.parametrize(("name", "kind"), [
     ("memcpy128", "copies"), ("memset (device)", "copies"), ("void pytorch_flash::flash_fwd_kernel", "attention"),
-    ("slots_4", "attention"), ("scan", "selection"), ("nvjet_sm90_tst_256x128", "products"), ("gated", "norms and gates"),
-    ("context", "attention"),
+    ("slots_4", "attention"), ("scan", "selection"), ("nvjet_sm90_tst_256x128", "products"),
+    ("gated", "norms and gates"), ("context", "attention"),
     ("cublaslt::splitkreduce_kernel", "products"),
 ])  # fmt: skip
 def test_kernels_have_a_kind(name, kind):
