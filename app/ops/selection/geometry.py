@@ -60,7 +60,7 @@ class Geometry(NamedTuple):
     cluster  blocks of a request in `tail`
     places, room, scores, lines  what one of those blocks has room for: sorted candidates, candidates, scores of chunks,
                                  and chunks to read again
-    memory, search_memory        bytes of dynamic shared memory of `tail` and `search`; keys: room of the latter's sort
+    memory                       bytes of dynamic shared memory of `tail` · keys: room of its search's sort
     """
 
     small: bool
@@ -73,7 +73,6 @@ class Geometry(NamedTuple):
     lines: int
     memory: int
     keys: int
-    search_memory: int
 
 
 @lru_cache(maxsize=1024)
@@ -111,7 +110,7 @@ def candidates(codes: int, itemsize: int, first: int, *, small: bool, clusters: 
     for is_small, units in [(True, base)] * small + shapes:
         chunks = _parts(codes, unit) * 32 if is_small else _parts(codes, unit * units * 4) * 4
         for cluster in sorted({first, 8 if clusters else 1}):
-            yield Geometry(is_small, units, chunks, cluster, *(0,) * 7)
+            yield Geometry(is_small, units, chunks, cluster, *(0,) * 6)
 
 
 def fitted(shape: Geometry, widest: int, most: int, shared: int) -> Geometry | None:
@@ -127,7 +126,7 @@ def fitted(shape: Geometry, widest: int, most: int, shared: int) -> Geometry | N
     if shape.chunks >= 1 << 16 or room * cluster < most + MOST // 2 or room < MOST or search > shared:
         return None
     return shape._replace(
-        places=places, room=room, scores=scores, lines=lines, memory=fixed + 8 * room, keys=keys, search_memory=search
+        places=places, room=room, scores=scores, lines=lines, memory=max(fixed + 8 * room, search), keys=keys
     )
 
 

@@ -25,7 +25,7 @@ NORMS = {"step": 1, "valid": 2, "given": 0, "none": 0}
 """What the log-sum-exp is taken over, and NORM of `scan`."""
 
 EARLY = True
-"""Whether tail and search begin while the kernel before them ends, where the GPU can (compute capability 9.0)."""
+"""Whether tail begins while the scan ends, where the GPU can (compute capability 9.0)."""
 
 
 MOST_COLUMNS = 3
@@ -94,7 +94,6 @@ class Defines(NamedTuple):
 
     scan: dict[str, Any]
     tail: dict[str, Any]
-    search: dict[str, Any]
 
 
 def defines(kind: int, score: int, norm: int, shape: Geometry, *, mask: bool, whole: bool) -> Defines:
@@ -105,9 +104,8 @@ def defines(kind: int, score: int, norm: int, shape: Geometry, *, mask: bool, wh
     mask = mask or score == RANKED  # which takes none, too
     same = {"TYPE": kind, "SCORE": score, "MASK": int(mask), "SMALL": int(shape.small), "UNITS": shape.units}
     return Defines(
-        scan={"PART": 3 if score == RANKED else 0, "NORM": norm, "VEC": int(whole), "CLUSTER": 1, **same},
+        scan={"PART": 2 if score == RANKED else 0, "NORM": norm, "VEC": int(whole), "CLUSTER": 1, **same},
         tail={"PART": 1, "NORM": 0, "VEC": int(whole), "CLUSTER": shape.cluster, **same},
-        search={"PART": 2, "NORM": 0, "VEC": 0, "CLUSTER": 1, **same},
     )
 
 
@@ -127,7 +125,7 @@ def whole_vectors(logits: Tensor) -> bool:
 
 def select(
     logits: Tensor, scores: Scores, order: Tensor, of: Requests, shape: Geometry, *, ancestry: Tensor | None = None,
-    ancestry_out: Tensor | None = None, check: int = 7, early: bool = False,
+    ancestry_out: Tensor | None = None, check: int = 3, early: bool = False,
 ) -> Launched:  # fmt: skip
     """Exact top-K of each request under T0 (RecoGEM 4.3), in one read of the logits.
 
@@ -135,7 +133,7 @@ def select(
     order     [n] int64: 0 .. W - 1, distinct among the live rows of a request
     shape     of `layout`, or smaller chunks and clusters that fit
     ancestry  [n, t - 1] int32, and ancestry_out [M, t] int32: the survivors' slots (OneLA 3.3); tombstones get row 0's
-    check     which of scan (1), tail (2), search (4) are launched: measurements leave some out
+    check     which of scan (1) and tail (2) are launched: measurements leave one out
     early     see EARLY
     """
     device, (n, codes), of_type = logits.device, logits.shape, TYPES[logits.dtype]
@@ -144,7 +142,7 @@ def select(
     row, code, place = (torch.empty(total, dtype=torch.int64, device=device) for _ in range(3))
     score = torch.empty(total, dtype=torch.float32, device=device)
     n_valid = torch.empty(count, dtype=torch.int64, device=device)
-    bad, overflow = (torch.empty(size, dtype=torch.int32, device=device) for size in (n, count))
+    bad = torch.empty(n, dtype=torch.int32, device=device)
     chunk = torch.empty(n, shape.chunks, dtype=torch.float32, device=device)
     ends = torch.empty(n, 2, dtype=torch.float32, device=device)
     mask, norm, parent = scores.mask, scores.norm, scores.parent
@@ -165,7 +163,7 @@ def select(
         scan = _kernel("scan" if ranked is None else "rank_scan", device, made.scan, definitions)
         counts = (bad.data_ptr(),) if ranked is None else (bad.data_ptr(), broken.data_ptr())
         scan.launch(n, 128, at[0], at[1], at[5], *at[2:5], *counts, codes, stride, shape.chunks, *given)
-    outputs = (row, code, place, score, n_valid, ancestry_out, overflow)
+    outputs = (row, code, place, score, n_valid, ancestry_out)
     depth = 0 if ancestry is None else ancestry.shape[1]
     operands = (
         *at, *(one.data_ptr() for one in of[:3]), 0 if ancestry is None else ancestry.data_ptr(),
@@ -174,10 +172,8 @@ def select(
     run = follow if early and limits(device.index or 0)[0] else Kernel.launch
     if count and check & 2:
         tail = _kernel("tail", device, made.tail, definitions, shape.memory)
-        run(tail, count * shape.cluster, 1024, *operands, shape.places, shape.room, shape.scores, shape.lines)
-    if count and check & 4:
-        search = _kernel("search", device, made.search, definitions, shape.search_memory)
-        run(search, count, 1024, *operands, shape.keys, of.most)
+        room = (shape.places, shape.room, shape.scores, shape.lines, shape.keys, of.most)
+        run(tail, count * shape.cluster, 1024, *operands, *room)
     return Launched(row, code, place, score, n_valid, bad, broken)
 
 

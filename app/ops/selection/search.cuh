@@ -1,4 +1,4 @@
-// Requests again whose candidates did not fit.
+// A request again whose candidates did not fit the tail, by radix search.
 
 #define DIGITS 2048
 #define TOGETHER 4  // keys of a thread that are read at once: each waits for several loads
@@ -63,17 +63,13 @@ __device__ __forceinline__ u64 kth_largest(Key key_at, u32 count, u32 k, u32* hi
     return prefix;
 }
 
-// One block of 1024 threads a request. Dynamic shared memory: `keys_room` u64 (a power of two, at least keep),
-// `list_room` u32 (at least keep), and twice u16 for each row.
-extern "C" __global__ void __launch_bounds__(1024, 1) search(PARAMETERS, i64 keys_room, i64 list_room) {
-    extern __shared__ __align__(16) u64 memory[];
-    __shared__ u32 hist[DIGITS], state[2], listed, found;
-    const Operands o = OPERANDS;
-    const int r = blockIdx.x, tid = threadIdx.x;
-    wait_for_previous();
-    if (!*(volatile int*)(o.overflow + r)) return;
-    const int codes = (int)codes_, chunks = (int)chunks_, depth = (int)depth_;
-    const Request q = request_of(o, r);
+// A request by one block of 1024 threads, `cells` 4 numbers of shared memory. memory: `keys_room` u64 (a power of two, at
+// least keep), `list_room` u32 (at least keep), and twice u16 for each row.
+__device__ __noinline__ void search(
+    const Operands& o, const Request& q, int r, int codes, int chunks, int depth, i64 mask_stride, u64* memory, u32* hist,
+    u32* cells, int keys_room, int list_room) {
+    const int tid = threadIdx.x;
+    u32 *state = cells, &listed = cells[2], &found = cells[3];
     u64* keys = memory;
     u32* list = (u32*)(keys + keys_room);
     u16 *inverse = (u16*)(list + list_room), *place = inverse + q.rows;
@@ -85,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) search(PARAMETERS, i64 key
     // The K best chunks, by (best score, first place): each other chunk is beaten by K candidates.
     auto chunk_key = [&](u32 i) -> u64 {
         i64 row = q.first + i / chunks;
-        float s = chunk_score(chunk[(i64)q.first * chunks + i], norm_of(norm, row), parent_of(parent, row));
+        float s = chunk_score(o.chunk[(i64)q.first * chunks + i], norm_of(o.norm, row), parent_of(o.parent, row));
         return s > NEG ? key_of(s, place[i / chunks] * (u32)chunks + i % chunks) : 0;
     };
     const u32 all = (u32)q.rows * (u32)chunks;
@@ -93,17 +89,17 @@ extern "C" __global__ void __launch_bounds__(1024, 1) search(PARAMETERS, i64 key
 #pragma unroll 2
     for (u32 i = tid; i < all; i += 1024) {
         u64 key = chunk_key(i);
-        if (key && key >= edge) list[atomicAdd(&listed, 1u)] = i;
+        if (key && key >= edge) list[atomicAdd(&listed, 1u)] = i / chunks << 16 | i % chunks;
     }
     __syncthreads();
     const u32 size = SMALL ? V : UNITS * UNIT;
     auto element_key = [&](u32 i) -> u64 {
-        u32 id = list[i / size], p = id % chunks;
-        i64 row = q.first + id / chunks;
-        int e = p * size + (int)(i % size);
-        if (e >= codes || !(load_bits(mask, row, mask_stride, e & ~(V - 1)) >> (e & (V - 1)) & 1u)) return 0;
+        u32 id = list[i / size], in = id >> 16;
+        i64 row = q.first + in;
+        int e = (id & 0xffffu) * size + i % size;
+        if (e >= codes || !(load_bits(o.mask, row, mask_stride, e & ~(V - 1)) >> (e & (V - 1)) & 1u)) return 0;
         float s = candidate_score(o, row, e, codes);
-        return s > NEG ? key_of(s, place[id / chunks] * (u32)codes + e) : 0;
+        return s > NEG ? key_of(s, place[in] * (u32)codes + e) : 0;
     };
     const u32 elements = listed * size;
     const u64 worst = kth_largest(element_key, elements, q.keep, hist, state);

@@ -24,7 +24,6 @@ struct Operands {
     float* score_out;         // [M]
     i64* valid_out;           // [R]
     int* ancestry_out;        // [M, depth + 1]
-    int* overflow;            // [R] tail -> search
     Given given;
 };
 
@@ -33,11 +32,11 @@ struct Operands {
     const float *norm, const float *__restrict__ parent, const i64 *__restrict__ order, \
     const int *__restrict__ row_start, const int *__restrict__ keep, const int *__restrict__ out_start, \
     const int *__restrict__ ancestry, i64 *row_out, i64 *code_out, i64 *order_out, float *score_out, i64 *valid_out, \
-    int *ancestry_out, int *overflow, i64 depth_, i64 codes_, i64 mask_stride, i64 chunks_ GIVEN_PARAMETERS
+    int *ancestry_out, i64 depth_, i64 codes_, i64 mask_stride, i64 chunks_ GIVEN_PARAMETERS
 
 #define OPERANDS \
     {logits, mask, chunk, ends, norm, parent, order, row_start, keep, out_start, ancestry, row_out, code_out, order_out, \
-     score_out, valid_out, ancestry_out, overflow, GIVEN}
+     score_out, valid_out, ancestry_out, GIVEN}
 
 __device__ __forceinline__ float norm_of(const float* norm, i64 row) { return SCORE >= 2 ? norm[row] : 0.f; }
 __device__ __forceinline__ float parent_of(const float* parent, i64 row) { return SCORE ? __ldg(parent + row) : 0.f; }

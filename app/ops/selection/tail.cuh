@@ -61,9 +61,10 @@ __device__ __forceinline__ u32 before_of(u32 x, u32* scratch, u32& total) {
 }
 
 // One cluster of CLUSTER blocks of 1024 threads a request. Dynamic shared memory, in this order: `places` u64 of sorted
-// candidates, `room` u64 of candidates, `scores_room` floats, `list_room` u32, and twice u16 for each row.
+// candidates, `room` u64 of candidates, `scores_room` floats, `list_room` u32, and twice u16 for each row; or what search
+// takes, of `keys_room` and `most`.
 extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
-    tail(PARAMETERS, i64 places, i64 room_, i64 scores_room, i64 list_room_) {
+    tail(PARAMETERS, i64 places, i64 room_, i64 scores_room, i64 list_room_, i64 keys_room, i64 most) {
     extern __shared__ __align__(16) u64 memory[];
     __shared__ u32 hist[2][BINS], fine[FINE / 2], start[FINE + 1], next[FINE], scratch[32], base[CLUSTER + 1];
     __shared__ u32 found, listed, cut_bin, cut_before, cut_total;
@@ -111,7 +112,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
     const float bottom = unordered(__reduce_min_sync(ALL, (int)start[32 + lane]));
     if (q.keep <= 0 || !(top > NEG)) {  // nothing is to be selected, or may be: the whole cluster leaves
         for (int i = rank * 1024 + tid; i < q.keep; i += CLUSTER * 1024) emit(o, q, inverse, 0, i, codes, depth);
-        if (rank == 0 && tid == 0) o.valid_out[r] = 0, o.overflow[r] = 0;
+        if (rank == 0 && tid == 0) o.valid_out[r] = 0;
         return;
     }
 
@@ -263,8 +264,13 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
     if (tid <= CLUSTER) base[tid] = tid ? total : 0;
     if (tid == 0) start[FINE] = total;
     if (__syncthreads_or(over)) {
-        if (rank == 0 && tid == 0) o.overflow[r] = 1;
-        cluster_sync();
+        cluster_sync();  // nobody reads this block's memory any more
+        if (rank == 0) {  // on copies: what a call takes by its address lies in local memory
+            const Operands operands = OPERANDS;
+            const Request request = q;
+            search(
+                operands, request, r, codes, chunks, depth, mask_stride, memory, start, scratch, (int)keys_room, (int)most);
+        }
         return;
     }
 #pragma unroll
@@ -294,5 +300,5 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
         if (at < keep_) emit(o, q, inverse, key, at, codes, depth);
     }
     for (u32 i = total + rank * 1024 + tid; i < keep_; i += CLUSTER * 1024) emit(o, q, inverse, 0, i, codes, depth);
-    if (rank == 0 && tid == 0) o.valid_out[r] = min(total, keep_), o.overflow[r] = 0;
+    if (rank == 0 && tid == 0) o.valid_out[r] = min(total, keep_);
 }

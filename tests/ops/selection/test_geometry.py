@@ -39,7 +39,7 @@ def test_a_layout_covers_its_rows_and_fits(shared, clusters, itemsize):
         assert needed <= shape.memory <= shared - STATIC
         assert shape.keys >= most
         assert shape.keys.bit_count() == 1
-        assert 8 * shape.keys + 4 * most + 4 * widest <= shape.search_memory <= shared - STATIC
+        assert 8 * shape.keys + 4 * most + 4 * widest <= shape.memory <= shared - STATIC
         assert shape.cluster == 1 or clusters
     assert found > 200
 
