@@ -8,9 +8,10 @@ and 1.5.
 
     whole    log-sum-exp, mask, score, exact top-K in T0 order, ancestry of the survivors
     bare     the same without mask and ancestry
-    rank     as whole, by a rank that rewrites each candidate (class E), which the kernels compute:
-             where(logp > -9, score, 2 * score) - w * prob
-    program  the same in two passes: torch's operators one by one, as the policy's program, and top-K of their ranks
+    bent     as whole, by a rank that rewrites each candidate (class E), which the kernels compute:
+             where(logp > -9, score, w * score)
+    prob     the same with an exponential a candidate: where(logp > -9, score, 2 * score) - w * prob
+    program  the latter in two passes: torch's operators one by one, as the policy's program, and top-K of their ranks
     ranks    top-K of given float32 ranks, by chunk maxima
     radix    the same by the radix pair
     bitonic  the same by a bitonic top-K (bench/_bitonic.cu)
@@ -39,15 +40,16 @@ from bench._report import commit
 CODES = 8192
 BANDWIDTH = 4.3e12
 """Bytes a second that the floor is counted with: an H200's measured copy."""
-EXPRESSION = """\
+SCORE = """\
 #define RANK_NORMED 1
 #define RANK_VALUES 1
 #define RANK_COLUMNS 0
 #define RANK_SCORE add(parent, logp)
-#define RANK sub((logp > -9.f ? score : mul(2.f, score)), mul(value(0), prob_of(logp)))
 """
-"""As `app/policies/generate.py` writes it."""
-NAMES = ("whole", "bare", "rank", "program", "ranks", "radix", "bitonic", "topk", "torch")
+BENT = f"{SCORE}#define RANK (logp > -9.f ? score : mul(value(0), score))\n"
+PROB = f"{SCORE}#define RANK sub((logp > -9.f ? score : mul(2.f, score)), mul(value(0), prob_of(logp)))\n"
+"""As `app/policies/generate.py` writes them."""
+NAMES = ("whole", "bare", "bent", "prob", "program", "ranks", "radix", "bitonic", "topk", "torch")
 IN_FLOAT32 = frozenset({"ranks", "radix", "bitonic"})
 KINDS = {"std": (2.0, 1.0), "wide": (1.0, 1.5)}
 
@@ -98,10 +100,10 @@ def ways(shape: Shape, *, early: bool) -> dict[str, Callable[[Inputs], object]]:
     of = geometry.requests(row_start, [shape.keep] * shape.requests, torch.device("cuda", 0))
     rows = shape.requests * shape.width
 
-    def select(x: Inputs, *, whole: bool, ranked: bool = False) -> object:
+    def select(x: Inputs, *, whole: bool, rank: str = "") -> object:
         fit = launch.layout(CODES, x.logits.element_size(), of, x.logits.device)
         assert fit is not None
-        expression = launch.Ranked(EXPRESSION, x.weight) if ranked else None
+        expression = launch.Ranked(rank, x.weight) if rank else None
         scores = launch.Scores(x.mask if whole else None, x.norm, x.parent, "step", expression)
         slots = torch.empty(of.total, 3, dtype=torch.int32, device="cuda") if whole else None
         ancestry = x.ancestry if whole else None
@@ -131,7 +133,8 @@ def ways(shape: Shape, *, early: bool) -> dict[str, Callable[[Inputs], object]]:
     return {
         "whole": lambda x: select(x, whole=True),
         "bare": lambda x: select(x, whole=False),
-        "rank": lambda x: select(x, whole=True, ranked=True),
+        "bent": lambda x: select(x, whole=True, rank=BENT),
+        "prob": lambda x: select(x, whole=True, rank=PROB),
         "program": program,
         "ranks": ranks,
         "radix": lambda x: radix.select(x.logits, x.order, of),
@@ -162,7 +165,7 @@ def plan() -> Iterator[tuple[Shape, str, tuple[str, ...]]]:
     """Figure 19, then figure 8."""
     for width, requests in product((512, 1024), (4, 8, 16, 32)):
         yield Shape(requests, width, width), "std", tuple(name for name in NAMES if name != "bitonic")
-        yield Shape(requests, width, width), "wide", ("whole", "bare", "rank")
+        yield Shape(requests, width, width), "wide", ("whole", "bare", "bent", "prob")
     for keep in (16, 32, 64, 128, 256, 512, 1024):
         yield Shape(16, 512, keep), "std", ("bare", "ranks", "radix", "bitonic", "topk")
 
