@@ -197,5 +197,11 @@ def counted(number: int, noun: str, many: str | None = None) -> str:
     return f"{number} {noun if number == 1 else many or f'{noun}s'}"
 
 
+def printable(text: str) -> str:
+    """A text that can be written as UTF-8: names of files are any bytes, and JSON may spell half a character."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _clipped(text: str, most: int) -> str:
+    text = printable(text)
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -104,6 +104,8 @@ class Reader:
         rows  how many there are (1 for a number without dimensions). The memory is used again for the next piece.
         Raises Rejected("truncated" | "unreadable") with file and tensor.
         """
+        if not entry.size:  # a header may say so many rows of nothing that nobody lives to count them
+            return
         width = entry.size // max(rows, 1)
         count = max(1, CHUNK // max(width, 1))
         for first in range(0, rows, count):

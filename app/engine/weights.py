@@ -229,15 +229,17 @@ def _read(
 ) -> None:
     """One tensor's rows to wherever they go. Raises Rejected for NaN and infinities, before and after the cast, where
     they are `checked`: what the family leaves alone need not be finite."""
-    rows, stored = (entry.shape[0] if entry.shape else 1), DTYPES.get(entry.dtype)
-    bad, overflown = 0, 0
+    bad, overflown, rows = 0, 0, entry.shape[0] if entry.shape else 1
+    stored = DTYPES.get(entry.dtype) if checked else None
+    if stored is None:
+        rows = entry.size  # by bytes: who only goes past it does not care for its rows, and one of them may be all
     later = [target for target in targets if target.whole]
     whole = torch.empty(entry.shape if later else 0, dtype=stored)
     clear(targets)
     for first, data in reader.read(entry, rows):
         if compared is not None:
             compared.update(data.data)
-        if stored is None or not checked:
+        if stored is None:
             continue
         count = min(rows - first, len(data) // max(entry.size // max(rows, 1), 1))
         piece = torch.from_numpy(data).view(stored).view(count, *entry.shape[1:])

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from app.core import Contract
+from app.errors import printable
 from app.policies.assign import Traffic
 from app.policies.cache import Cache
 from app.policies.check_contract import Catalogue
@@ -141,15 +142,13 @@ def _sources(directory: Path, shown: str, root: Path, refused: list[tuple[str, s
     if not directory.is_dir():
         return sources
     for path in sorted(path for path in directory.iterdir() if not _IGNORED.fullmatch(path.name)):
-        file = f"{shown}/{path.name}"
+        file, stem = f"{shown}/{printable(path.name)}", printable(path.stem)
         if path.suffix == ".yml":
-            refused.append((file, "S016", "a policy file ends in `.yaml`", f"rename it to `{path.stem}.yaml`"))
+            refused.append((file, "S016", "a policy file ends in `.yaml`", f"rename it to `{stem}.yaml`"))
         if path.suffix != ".yaml":
             continue
         if not NAME.fullmatch(path.stem):
-            refused.append(
-                (file, "S016", f"`{path.stem}` is no policy name", "names are a-z, 0-9 and _, a letter first")
-            )
+            refused.append((file, "S016", f"`{stem}` is no policy name", "names are a-z, 0-9 and _, a letter first"))
         elif not _inside(path, root):
             refused.append(
                 (file, "S016", "the file is a link that leads out of the folder", "put the file itself here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -72,7 +73,10 @@ def make_log(stream: BinaryIO, level: str = "info") -> Log:
     encoder = msgspec.json.Encoder(enc_hook=repr)
 
     def serialize(event: EventDict, **_: Any) -> bytes:
-        return encoder.encode(event)
+        try:
+            return encoder.encode(event)
+        except UnicodeEncodeError:  # a name that is no text: the line must not fail whoever writes it
+            return json.dumps(event, default=repr).encode()
 
     processors: list[Processor] = [
         structlog.processors.add_log_level,

@@ -161,6 +161,8 @@ class Watch:
             try:
                 await self._watch_once()
                 self._problem = None
+            except ExceptionGroup as group:  # the backend's, of a name that is no text: something has changed there
+                self._say(str(group.exceptions[0]))
             except (OSError, RuntimeError) as error:  # inotify used up, a root that is not there, a broken backend
                 self._say(str(error) or type(error).__name__)
             finally:
@@ -212,10 +214,15 @@ def _places(root: Path, folders: Sequence[str]) -> tuple[tuple[str, int], ...]:
     for name in folders:
         wanted.append(root / name)
         try:
-            wanted += [Path(entry.path) for entry in os.scandir(root / name) if not entry.name.startswith(".")]
+            wanted += [Path(entry.path) for entry in os.scandir(root / name) if _may_be_watched(entry.name)]
         except OSError:
             continue
     return tuple(place for path in wanted[:MAX_PLACES] if (place := _directory(path)) is not None)
+
+
+def _may_be_watched(name: str) -> bool:
+    """Hidden folders hold nothing of ours, nor do those whose names are no text, which nobody can watch."""
+    return not name.startswith(".") and name.isprintable()
 
 
 def _directory(path: Path) -> tuple[str, int] | None:

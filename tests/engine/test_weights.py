@@ -261,6 +261,28 @@ def test_a_tied_head_may_be_written_twice_if_it_is_the_same(tmp_path):
     assert (caught.value.code, caught.value.location) == ("untied", "model.safetensors: lm_head.weight")
 
 
+FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+
+@pytest.mark.parametrize(("shape", "size"), [((1 << 62, 0), 0), ((1, 250_000), 1_000_000), ((), 4)])
+def test_what_is_not_read_takes_no_time_and_no_memory_whatever_its_shape(shape, size, tmp_path, monkeypatch):
+    file = tiny.write(tmp_path) / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header, end = json.loads(data[8 : 8 + length]), len(data) - 8 - length
+    header[FREQUENCIES] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+    text = json.dumps(header).encode()
+    whole = len(text).to_bytes(8, "little") + text + data[8 + length :] + bytes(size)
+    file.write_bytes(whole)
+    monkeypatch.setattr(safetensors, "CHUNK", 1 << 15)
+    asked = []
+    real = safetensors._Beside.memory
+    monkeypatch.setattr(safetensors._Beside, "memory", lambda self, size: (asked.append(size), real(self, size))[1])
+    assert FREQUENCIES in tiny.engine(tmp_path).unread
+    assert max(asked) <= max(1 << 15, len(text))
+    assert sum(asked) >= len(whole)
+
+
 def test_an_untied_head_must_be_there(tmp_path):
     tiny.write(tmp_path)
     edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 
+import msgspec
 import pytest
 
 from app.policies.check_contract import Catalogue
@@ -94,6 +95,14 @@ def test_names_that_no_policy_can_have_are_reported(folder, name):
     got = load(folder)
     assert [(one.rule.code, one.span.file) for one in got.findings] == [("S016", f"policies/{name}")]
     assert list(got.policies) == ["base"]
+
+
+@pytest.mark.parametrize("name", [b"x\xff.yaml", b"x\xff.yml"])
+def test_a_name_that_is_no_text_is_reported_in_words_that_can_be_written_down(folder, name):
+    os.close(os.open(os.fsencode(folder) + b"/" + name, os.O_CREAT))
+    (found,) = load(folder).findings
+    assert (found.rule.code, found.span.file) == ("S016", f"policies/x\\udcff{name[2:].decode()}")
+    msgspec.json.encode(found.data())
 
 
 def test_links_inside_the_folder_are_followed_and_others_refused(folder, tmp_path):

@@ -40,6 +40,12 @@ def test_an_error_carries_its_traceback_once():
     assert lines(stream)[0]["exception"].count("ValueError: ") == 1
 
 
+def test_what_is_no_text_is_written_all_the_same():
+    stream = io.BytesIO()
+    make_log(stream).error("x", name="\ud800", thing={1, 2})
+    assert {"event": "x", "name": "\ud800", "thing": "{1, 2}"}.items() <= lines(stream)[0].items()
+
+
 def test_records_of_other_libraries_become_lines():
     stream = io.BytesIO()
     logger = logging.getLogger("some.library")

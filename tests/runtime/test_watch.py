@@ -197,6 +197,22 @@ async def test_a_watch_that_dies_is_armed_again(tmp_path, monkeypatch):
         assert await hinted(hint, lambda: (tmp_path / "policies" / "a.yaml").write_text("1"))
 
 
+async def test_names_that_are_no_text_are_a_change_and_end_no_watch(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "RETRY_S", 0.01)
+    folder = tmp_path / "policies"
+    folder.mkdir()
+
+    def odd(name):
+        return os.fsencode(folder) + b"/" + name + b"\xff\xfe"
+
+    async with watching(tmp_path) as (made, hint):
+        await until(lambda: made.status()["mode"] == "events")
+        for act in (lambda: os.mkdir(odd(b"d")), lambda: os.close(os.open(odd(b"f"), os.O_CREAT))):  # noqa: PTH102
+            assert await hinted(hint, act)
+            await until(lambda: made.status()["mode"] == "events")
+        assert await hinted(hint, lambda: (folder / "a.yaml").write_text("1"))
+
+
 async def test_a_root_that_is_not_there_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "RETRY_S", 0.02)
     async with watching(tmp_path / "later") as (made, _):

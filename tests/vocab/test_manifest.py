@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from app.errors import Rejected
@@ -110,6 +111,15 @@ def test_a_fault_is_refused_twice_with_its_place(name: str, version: Path) -> No
         with pytest.raises(Rejected) as caught:
             verify(version, "weights")
         assert (caught.value.code, caught.value.location) == (code, location), caught.value.message
+
+
+def test_a_file_whose_name_is_no_text_is_refused_in_words_that_can_be_written_down(version: Path) -> None:
+    os.close(os.open(os.fsencode(version) + b"/x\xff", os.O_CREAT))
+    with pytest.raises(Rejected) as caught:
+        verify(version, "weights")
+    assert caught.value.code == "file_unlisted"
+    for text in (caught.value.location, Rejected("x", "of `\ud800`").message, str(caught.value)):
+        assert json.loads(msgspec.json.encode(text)) == text  # an admin's status holds it, and every event
 
 
 def test_a_version_that_is_a_link_to_elsewhere_is_refused(version: Path, tmp_path: Path) -> None:
