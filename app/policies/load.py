@@ -139,9 +139,14 @@ def snapshot(directory: Path, shown: str = "policies", root: Path | None = None)
 def _sources(directory: Path, shown: str, root: Path, refused: list[tuple[str, str, str, str]]) -> dict[str, Source]:
     """The files of one directory by name; what cannot be a file of ours goes to `refused`."""
     sources: dict[str, Source] = {}
-    if not directory.is_dir():
+    try:
+        if not directory.is_dir():
+            return sources
+        found = sorted(path for path in directory.iterdir() if not _IGNORED.fullmatch(path.name))
+    except OSError as error:
+        refused.append((shown, "S016", f"cannot be read: {error.strerror}", "let the server's user read the folder"))
         return sources
-    for path in sorted(path for path in directory.iterdir() if not _IGNORED.fullmatch(path.name)):
+    for path in found:
         file, stem = f"{shown}/{printable(path.name)}", printable(path.stem)
         if path.suffix == ".yml":
             refused.append((file, "S016", "a policy file ends in `.yaml`", f"rename it to `{stem}.yaml`"))

@@ -13,6 +13,8 @@ from app.errors import Rejected
 from app.vocab.manifest import Found, Kind, Manifest, is_version, versions
 
 MAX_FILE = 1 << 20
+SHOWN = 8
+"""Versions that a message names: a manifest may require any number, and what it says stays in the events."""
 RELEASE = "release.json"
 PIN = "pin.json"
 Ask = Mapping[Kind, str]
@@ -139,4 +141,6 @@ def _waiting(
 
 def _why(option: Option, kind: Kind) -> str:
     wanted = option.requires.get(kind)
+    if wanted and len(wanted) > SHOWN:
+        return f"requires {kind} {', '.join(wanted[:SHOWN])} or one of {len(wanted) - SHOWN} more"
     return f"requires {kind} {', '.join(wanted)}" if wanted else f"no {kind} that is there goes with it"

@@ -99,7 +99,7 @@ class InForce:
         """What there is in the place of the file of a name in `gone`, as a finding: nothing, or what is no file."""
         file = self.kept[name].source.file
         for refused, code, message, hint in self.disk.refused:
-            if refused == file:
+            if refused in {file, _folder(file)}:
                 return _finding(file, code, f"{message}; the policy keeps its last good text", hint)
         return _finding(file, "gone", GONE, GONE_HELP)
 
@@ -189,12 +189,19 @@ def _gone(
     there |= {TRAFFIC} if folder.traffic else set()
     first = clock if before else clock - GRACE_S  # at a start nobody is in the middle of a save
     known = before.gone if before and listing.present else {}
-    unreadable = {Path(file).stem for file, *_ in folder.refused}
+    refused = {file for file, *_ in folder.refused}
+    unreadable = {Path(file).stem for file in refused}
+    unreadable |= {name.removeprefix(EXPERIMENT) for name in good if _folder(good[name].source.file) in refused}
     return {
         name: clock if name.removeprefix(EXPERIMENT) in unreadable else known.get(name, first)
         for name in good
         if name not in there
     }
+
+
+def _folder(file: str) -> str:
+    """Where a file lies, as messages call it."""
+    return file.rpartition("/")[0]
 
 
 def _filled(folder: Folder, good: Mapping[str, Kept], gone: Mapping[str, float]) -> Folder:

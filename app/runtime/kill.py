@@ -38,7 +38,7 @@ class KillSwitch:
         self._listed: frozenset[str] = frozenset()
         self._posted: frozenset[str] = frozenset()
         self._posts = 0
-        self.unreadable = False
+        self.unreadable = self.unlistable = False
         self.take(self.read())
 
     @property
@@ -54,7 +54,7 @@ class KillSwitch:
     def take(self, read: Read) -> frozenset[str]:
         """Let a read count; the names now. Where somebody posted after it was begun, the post counts."""
         self._listed = self._listed if read.listed is None else read.listed
-        self.unreadable = read.posted is None
+        self.unreadable, self.unlistable = read.posted is None, read.listed is None
         if read.posted is not None and read.posts == self._posts:
             self._posted = read.posted
         return self.names
@@ -80,6 +80,8 @@ class KillSwitch:
         """What is killed, and where that is said."""
         both = [(name, f"policies/{FILE}") for name in self._listed]
         both += [(name, f"state/{state_dir.KILLED}") for name in self._posted]
+        if self.unlistable:
+            both.append(("?", f"policies/{FILE}, which cannot be read: what it listed before counts"))
         if self.unreadable:
             both.append(("?", f"state/{state_dir.KILLED}, which cannot be read: who was killed there is not known"))
         return [{"name": name, "by": by} for name, by in sorted(both)]

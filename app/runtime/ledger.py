@@ -62,8 +62,11 @@ class Ledger:
 
     def reject(self, kind: str, version: str, error: Rejected) -> None:
         """A version was refused, with the place as it is called from the root."""
-        if self.state(kind, version) is not State.REJECTED:
+        before = self.state(kind, version)
+        if before is not State.REJECTED:
             self._metrics.rejections_total.labels(kind).inc()
+        if before in {State.RETIRED, State.INCOMPLETE}:  # it has left memory while it was looked at again
+            self.move(kind, version, State.DISCOVERED)
         self.move(kind, version, State.REJECTED, reason=Reason.of(error, f"{kind}/{version}"))
 
     def forget(self, kind: str, version: str) -> None:

@@ -36,6 +36,8 @@ HEAVY: Final[tuple[Kind, ...]] = ("weights", "vocab")
 NO_DEFAULT, POLICY_LOST = "no_default_policy", "policy_lost"
 BY_POLICIES: Final = frozenset({NO_DEFAULT, POLICY_LOST})
 """Codes of sets that are refused because of what the policies say, and may do once those are edited."""
+_BEFORE: Final = {State.LOADING: State.VERIFYING, State.WARMING: State.VALIDATING}
+"""What lies between DISCOVERED and these."""
 FIXED_SLOTS: Final = 2
 """Weight slots beside those for rollbacks: one serves, one is written."""
 
@@ -181,6 +183,8 @@ class Stage:
             return
         if now is not None and state not in MOVES[now]:
             self._ledger.move(kind, option.version, State.DISCOVERED)
+            if state in _BEFORE:  # it was in memory when this was begun, and has left it meanwhile
+                self._ledger.move(kind, option.version, _BEFORE[state])
         self._ledger.move(kind, option.version, state, digest=option.digest)
 
     def _mark(self) -> None:

@@ -16,7 +16,7 @@ from app.config import read_small
 from app.errors import Rejected
 from app.runtime.desired import Ask, asked, places
 from app.runtime.retries import PASSING
-from app.vocab.manifest import FILE, Found, Kind, Manifest, read_manifest, versions
+from app.vocab.manifest import FILE, Found, Kind, Manifest, may_be_complete, read_manifest, versions
 
 DEPLOYMENT: Final = "deployment.toml"
 MAX_DEPLOYMENT: Final = 1 << 20
@@ -90,7 +90,7 @@ def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate]) -> Candid
     try:
         return Candidate(found, fingerprint, read_manifest(found.directory, kind), None)
     except Rejected as error:
-        removed = not (found.directory / FILE).is_file()  # meanwhile: nothing is wrong with it
+        removed = not may_be_complete(found.directory)  # meanwhile: nothing is wrong with it
         return Candidate(found, fingerprint, None, None if removed else error)
 
 

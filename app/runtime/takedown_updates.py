@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +14,7 @@ from app.runtime.logs import Log
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
 from app.runtime.states import State
+from app.runtime.status import Reason
 from app.runtime.survey import Candidate, Survey, survey
 from app.runtime.takedowns import NOTHING, Takedowns, load_takedowns
 from app.vocab.manifest import verify, version_key
@@ -71,6 +72,7 @@ class TakedownUpdates:
         """Put the newest usable list in force. A list that is gone from the disk stays in force until another comes."""
         seen = await self._background.run(lambda: survey(self._root, self._state_dir, self._survey, ("takedowns",)))
         self._survey = seen
+        self._forget({one.version for one in seen.candidates["takedowns"]})
         ask = seen.ask.get("takedowns")
         for one in seen.candidates["takedowns"]:
             if ask not in {None, one.version} or self._refused.get(one.version) == one.fingerprint:
@@ -79,18 +81,31 @@ class TakedownUpdates:
                 self._move(one.version, State.INCOMPLETE)
                 continue
             if one.manifest is not None and one.manifest.digest == self.takedowns.digest:
+                if one.version == self.takedowns.version:
+                    self._move(one.version, State.ACTIVE)  # whatever was wrong with its files
                 return
             if ask is None and version_key(one.version) < version_key(self.takedowns.version):
                 return
             if await self._install(one):
                 return
 
+    def _forget(self, there: Collection[str]) -> None:
+        """What is neither on the disk nor in force any more."""
+        for version in self._ledger.versions("takedowns"):
+            if version not in there and version != self.takedowns.version:
+                self._refused.pop(version, None)
+                self._ledger.forget("takedowns", version)
+
     async def _install(self, one: Candidate) -> bool:
         try:
             takedowns = await self._background.run(lambda: _loaded(one))
         except Rejected as error:
             self._refused[one.version] = one.fingerprint
-            self._ledger.reject("takedowns", one.version, error)
+            if one.version == self.takedowns.version:  # the copy in memory is good
+                reason = Reason(error.code, error.message, f"takedowns/{one.version}")
+                self._ledger.move("takedowns", one.version, State.ACTIVE, reason=reason)
+            else:
+                self._ledger.reject("takedowns", one.version, error)
             return False
         async with self._composing:
             before, self.takedowns = self.takedowns, takedowns

@@ -50,7 +50,10 @@ def scan(directory: Path) -> Listing:
     one that it stands in counts as missing, what leads out of the folder is only listed. Never raises for what the disk
     says.
     """
-    if not directory.is_dir() or _leads_out(directory, directory.parent):
+    try:
+        if not directory.is_dir() or _leads_out(directory, directory.parent):
+            return Listing(False)
+    except OSError:  # nobody may look into the root
         return Listing(False)
     return Listing(True, tuple(sorted(_files(directory, directory, "", DEPTH))))
 
@@ -226,8 +229,9 @@ def _may_be_watched(name: str) -> bool:
 
 
 def _directory(path: Path) -> tuple[str, int] | None:
+    """None where it is none, or one that may not be watched: the watch of all others would fail with it."""
     try:
         status = path.stat()
     except OSError:
         return None
-    return (str(path), status.st_ino) if stat.S_ISDIR(status.st_mode) else None
+    return (str(path), status.st_ino) if stat.S_ISDIR(status.st_mode) and os.access(path, os.R_OK) else None

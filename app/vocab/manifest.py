@@ -93,8 +93,18 @@ def versions(root: Path, kind: AnyKind) -> tuple[Found, ...]:
         paths = [path for path in home(root, kind).iterdir() if is_version(path.name)]
     except OSError:
         return ()
-    found = [Found(path.name, path, _tells((path / FILE).is_file)) for path in paths if _tells(path.is_dir)]
+    found = [Found(path.name, path, may_be_complete(path)) for path in paths if _tells(path.is_dir)]
     return tuple(sorted(found, key=lambda one: version_key(one.version), reverse=True))
+
+
+def may_be_complete(directory: Path) -> bool:
+    """Whether its manifest is there, or nobody may see: then whoever reads it says why."""
+    try:
+        return (directory / FILE).is_file()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
 
 
 def _tells(look: Callable[[], bool]) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -95,6 +96,20 @@ def test_names_that_no_policy_can_have_are_reported(folder, name):
     got = load(folder)
     assert [(one.rule.code, one.span.file) for one in got.findings] == [("S016", f"policies/{name}")]
     assert list(got.policies) == ["base"]
+
+
+def test_a_folder_that_may_not_be_read_is_reported(folder, monkeypatch):
+    (folder / "experiments").mkdir()
+
+    def forbidden(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", forbidden)  # nothing is forbidden to root
+    got = snapshot(folder)
+    assert (got.sources, got.experiments) == ({}, {})
+    said = [(file, code, message) for file, code, message, _ in got.refused]
+    denied = "S016", "cannot be read: Permission denied"
+    assert said == [("policies", *denied), ("policies/experiments", *denied)]
 
 
 @pytest.mark.parametrize("name", [b"x\xff.yaml", b"x\xff.yml"])

@@ -467,6 +467,21 @@ async def test_take_downs_are_live_at_the_next_admission_and_split_no_batch(tmp_
             lambda status: status["active"]["takedowns"]["version"] == "v4" and serving("v1", "v2")(status)
         )
         assert "b0" not in [item["id"] for item in (await server.recommend("i1", k=100))["items"]]
+        manifest = root / "takedowns" / "v4" / "MANIFEST.json"
+        text = manifest.read_bytes()
+        manifest.write_bytes(b"{")  # of the list in force: the copy in memory is good
+        for version in ("v1", "v3"):
+            shutil.rmtree(root / "takedowns" / version)
+        status = await server.settles(
+            lambda status: (
+                state_of(status, "takedowns", "v4").get("reason", {}).get("code") == "manifest_invalid"
+                and state_of(status, "takedowns", "v1")["state"] is state_of(status, "takedowns", "v3")["state"] is None
+            )
+        )
+        assert state_of(status, "takedowns", "v4")["state"] == "active"
+        manifest.write_bytes(text)
+        await server.settles(lambda status: "reason" not in state_of(status, "takedowns", "v4"))
+        assert "b0" not in [item["id"] for item in (await server.recommend("i1", k=100))["items"]]
 
 
 def edit(root, old, new):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,12 @@ def test_what_requires_something_that_is_not_there_waits():
     chosen = choose([option("w2", vocab=["v9"]), option("w1")], [option("v3", weights=["w7"]), option("v1")])
     assert (chosen.weights.version, chosen.vocab.version) == ("w1", "v1")
     assert chosen.waiting == {("weights", "w2"): "requires vocab v9", ("vocab", "v3"): "requires weights w7"}
+
+
+def test_of_very_many_requirements_the_first_are_named():
+    wanted = [f"v{n}" for n in range(100_000)]
+    chosen = choose([option("w2", vocab=wanted)], [option("other")])
+    assert chosen.waiting["weights", "w2"] == "requires vocab v0, v1, v2, v3, v4, v5, v6, v7 or one of 99992 more"
 
 
 def test_requirements_name_versions_or_digests_in_either_direction():
@@ -115,3 +122,18 @@ def test_a_version_that_is_removed_while_it_is_looked_at_is_not_refused(tmp_path
     monkeypatch.setattr(module, "read_manifest", removed_first)
     [found] = survey(root, root / "state").candidates["vocab"]
     assert (found.manifest, found.problem) == (None, None)
+
+
+def test_a_version_that_may_not_be_looked_into_is_refused_with_the_reason(tmp_path, monkeypatch):
+    root = support.write_root(tmp_path / "root", SIZES)
+    closed, real = root / "weights" / "v1", Path.stat  # nothing is forbidden to root
+
+    def forbidden(self, **how):
+        if self.parent == closed:
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, **how)
+
+    monkeypatch.setattr(Path, "stat", forbidden)
+    (one,) = survey(root, root / "state").candidates["weights"]
+    assert one.manifest is None
+    assert (one.problem.code, one.problem.location) == ("file_unreadable", "MANIFEST.json")

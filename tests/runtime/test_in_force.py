@@ -160,6 +160,18 @@ def test_a_file_that_cannot_be_read_is_not_gone():
     assert (server.width("p"), server.shown("p")) == (4, "stale")
 
 
+def test_a_folder_that_cannot_be_read_takes_nothing_with_it():
+    server = Server()
+    server.read({"base": GOOD.format(3), "p": GOOD.format(4), "q": GOOD.format(5)}, rules=traffic("q"))
+    for _ in range(3):
+        state = server.read({}, after=100, refused=(("policies", "S016", "cannot be read: Permission denied", ""),))
+    assert (server.width("p"), server.shown("p"), state.policies.default) == (4, "stale", "q")
+    assert "Permission denied; the policy keeps" in server.shown("p", "errors")[0]["message"]
+    server.read({"base": GOOD.format(3)})
+    server.read({"base": GOOD.format(3)}, after=GRACE_S)
+    assert server.width("p") is None
+
+
 @pytest.mark.parametrize(
     ("refused", "code", "words"),
     [

@@ -104,6 +104,18 @@ def test_a_kill_list_that_cannot_be_read_is_said(tmp_path):
     assert [entry["name"] for entry in switch.document()] == ["rising"]
 
 
+def test_a_kill_file_that_cannot_be_read_is_said(places):
+    switch = KillSwitch(*places)
+    (places[0] / "KILL").mkdir()
+    switch.take(switch.read())
+    [said] = switch.document()
+    assert said["name"] == "?"
+    assert said["by"].startswith("policies/KILL, which cannot be read")
+    (places[0] / "KILL").rmdir()
+    switch.take(switch.read())
+    assert switch.document() == []
+
+
 def test_two_servers_on_one_root_do_not_revive_what_the_other_has_killed(tmp_path):
     one, two = (KillSwitch(tmp_path / "policies", tmp_path / "state") for _ in range(2))
     one.post(["a"], [])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from app.errors import Fault, Rejected
+from app.runtime.desired import Option
 from app.runtime.ledger import EVENTS, Ledger
 from app.runtime.logs import make_log
 from app.runtime.metrics import Metrics
+from app.runtime.stage import IN_MEMORY, Stage
 from app.runtime.states import MOVES, State, check_move
-from app.runtime.status import Reason
+from app.runtime.status import ArtifactStatus, Reason
 
 
 def test_every_state_can_be_reached_and_left():
@@ -50,6 +53,20 @@ def metrics():
 @pytest.fixture
 def ledger(logged, metrics):
     return Ledger(make_log(logged), metrics)
+
+
+@pytest.mark.parametrize("before", [None, *(one for one in State if one not in IN_MEMORY)])
+def test_what_is_not_in_memory_can_be_refused_and_begun_anew_at_any_time(before, ledger):
+    """It may leave memory, or its files may go and come back, while it is being looked at."""
+    for wanted in (State.VERIFYING, State.LOADING, State.VALIDATING, State.WARMING, State.REJECTED):
+        version = f"v-{wanted}"
+        if before is not None:
+            ledger._known["weights", version] = ArtifactStatus("weights", version, before, "now")
+        if wanted is State.REJECTED:
+            ledger.reject("weights", version, Rejected("bad", "is bad"))
+        else:
+            Stage._moved(SimpleNamespace(_ledger=ledger), "weights", Option(version, "d", {}), wanted)
+        assert ledger.state("weights", version) is wanted
 
 
 def test_a_move_is_an_event_and_a_line(ledger, logged):

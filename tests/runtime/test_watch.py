@@ -213,6 +213,20 @@ async def test_names_that_are_no_text_are_a_change_and_end_no_watch(tmp_path, mo
         assert await hinted(hint, lambda: (folder / "a.yaml").write_text("1"))
 
 
+async def test_a_folder_that_may_not_be_read_keeps_nobody_from_watching_the_others(tmp_path, monkeypatch):
+    closed, real, shut = tmp_path / "policies" / "closed", os.access, [True]
+    closed.mkdir(parents=True)  # nothing is forbidden to root
+    monkeypatch.setattr(watch.os, "access", lambda path, mode: not (shut[0] and path == closed) and real(path, mode))
+    monkeypatch.setattr(watch, "REARM_S", 0.05)
+    async with watching(tmp_path) as (made, hint):
+        await until(lambda: made.status()["mode"] == "events")
+        assert await hinted(hint, lambda: (tmp_path / "policies" / "a.yaml").write_text("1"))
+        assert made.status() == {"mode": "events", "rearmed": 0}
+        shut[0] = False
+        await until(lambda: made.status()["rearmed"] == 1)
+        assert await hinted(hint, lambda: (closed / "b.yaml").write_text("1"))
+
+
 async def test_a_root_that_is_not_there_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "RETRY_S", 0.02)
     async with watching(tmp_path / "later") as (made, _):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -165,6 +166,24 @@ def test_what_cannot_be_looked_into_hides_no_other_version(tmp_path: Path) -> No
     assert [one.version for one in versions(tmp_path, "vocab")] == ["9"]
     (tmp_path / "weights").symlink_to("weights")
     assert versions(tmp_path, "weights") == ()
+
+
+def test_a_version_that_may_not_be_looked_into_is_there_and_says_why(
+    version: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.stat  # nothing is forbidden to root
+
+    def forbidden(self: Path, **how: bool) -> os.stat_result:
+        if self.parent == version:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return real(self, **how)
+
+    monkeypatch.setattr(Path, "stat", forbidden)
+    (found,) = versions(version.parents[1], "weights")
+    assert found.complete
+    with pytest.raises(Rejected, match="Permission denied") as caught:
+        read_manifest(found.directory, "weights")
+    assert (caught.value.code, caught.value.location) == ("file_unreadable", "MANIFEST.json")
 
 
 @pytest.mark.parametrize(
