@@ -213,9 +213,8 @@ class Watch:
 
 def _places(root: Path, folders: Sequence[str]) -> tuple[tuple[str, int], ...]:
     """The directories to watch with their inodes: root, folders and their visible subfolders, where they are there."""
-    wanted = [root]
+    wanted = [root, *(root / name for name in folders)]  # the folders first: of very many versions, some will do
     for name in folders:
-        wanted.append(root / name)
         try:
             wanted += [Path(entry.path) for entry in os.scandir(root / name) if _may_be_watched(entry.name)]
         except OSError:

@@ -227,6 +227,14 @@ async def test_a_folder_that_may_not_be_read_keeps_nobody_from_watching_the_othe
         assert await hinted(hint, lambda: (closed / "b.yaml").write_text("1"))
 
 
+def test_of_very_many_versions_some_are_watched_and_every_folder_is(tmp_path):
+    for name in ("weights/v1", *(f"policies/{n}" for n in range(watch.MAX_PLACES))):
+        (tmp_path / name).mkdir(parents=True)
+    places = [path for path, _ in watch._places(tmp_path, ("policies", "weights"))]
+    assert places[:3] == [str(tmp_path / name) for name in ("", "policies", "weights")]
+    assert len(places) == watch.MAX_PLACES
+
+
 async def test_a_root_that_is_not_there_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "RETRY_S", 0.02)
     async with watching(tmp_path / "later") as (made, _):
