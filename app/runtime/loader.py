@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -34,10 +35,10 @@ from app.runtime.state_dir import load_last_good
 from app.runtime.states import State
 from app.runtime.status import ArtifactStatus, Reason, now_iso
 from app.runtime.survey import Survey, survey
-from app.runtime.takedowns import NOTHING, Takedowns, load_takedowns
+from app.runtime.takedowns import NOTHING, Takedowns, keep, kept, load_takedowns
 from app.runtime.watch import scan
 from app.vocab.aggregates import SideData, side_data
-from app.vocab.manifest import Kind, verify
+from app.vocab.manifest import Kind, verify, version_key
 from app.vocab.vocab import Vocab
 
 T = TypeVar("T")
@@ -212,12 +213,29 @@ class _Gate:
     def _takedowns(self, seen: Survey) -> Takedowns:
         """The newest usable list."""
         lists: dict[str, Takedowns] = {}
+        last = kept(self._state)
         while options := self._usable(seen, "takedowns"):
             found = self._load("takedowns", options[0], lists, lambda directory: load_takedowns(directory)[0])
-            if found is not None:
+            if found is not None and self._damaged(last, seen, found) is None:
                 self._note("takedowns", found.version, State.ACTIVE, digest=found.digest)
+                if found.digest != last.digest:
+                    with suppress(OSError):  # it is tried again with the next list
+                        keep(self._state, found)
                 return found
-        return NOTHING
+            if found is not None:
+                break
+        reason = self._damaged(last, seen, NOTHING)
+        if reason is None:
+            return NOTHING
+        self._note("takedowns", last.version, State.ACTIVE, digest=last.digest, reason=reason)
+        return last
+
+    def _damaged(self, last: Takedowns, seen: Survey, found: Takedowns) -> Reason | None:
+        """Why the list that was in force last cannot be read, where it is on the disk and is newer than another one."""
+        note = self._notes.get(("takedowns", last.version))
+        newer = version_key(last.version) > version_key(found.version)
+        wanted = seen.ask.get("takedowns") in {None, last.version}
+        return note.reason if note and note.state == State.REJECTED and newer and wanted else None
 
     def _load(self, kind: Kind, option: Option, loaded: dict[str, T], load: Callable[[Path], T]) -> T | None:
         """A version's content, or None where it is refused. What was loaded once is kept for another pair."""

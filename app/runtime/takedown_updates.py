@@ -16,7 +16,7 @@ from app.runtime.snapshot import Snapshot
 from app.runtime.states import State
 from app.runtime.status import Reason
 from app.runtime.survey import Candidate, Survey, survey
-from app.runtime.takedowns import NOTHING, Takedowns, load_takedowns
+from app.runtime.takedowns import NOTHING, Takedowns, keep, load_takedowns
 from app.vocab.manifest import verify, version_key
 
 PERIOD_S: Final = 2.0
@@ -44,6 +44,7 @@ class TakedownUpdates:
         self._background = Background("takedowns")
         self._survey: Survey | None = None
         self._refused: dict[str, str] = {}
+        self._looked_at = ""
         self.takedowns: Takedowns = NOTHING
 
     def close(self) -> None:
@@ -77,13 +78,15 @@ class TakedownUpdates:
         for one in seen.candidates["takedowns"]:
             if ask not in {None, one.version} or self._refused.get(one.version) == one.fingerprint:
                 continue
+            same = one.manifest is not None and one.manifest.digest == self.takedowns.digest
+            if one.version == self.takedowns.version and (same or one.manifest is None):
+                await self._look_at_active(one)
+                return
+            if same:
+                return
             if one.manifest is None and one.problem is None:
                 self._move(one.version, State.INCOMPLETE)
                 continue
-            if one.manifest is not None and one.manifest.digest == self.takedowns.digest:
-                if one.version == self.takedowns.version:
-                    self._move(one.version, State.ACTIVE)  # whatever was wrong with its files
-                return
             if ask is None and version_key(one.version) < version_key(self.takedowns.version):
                 return
             if await self._install(one):
@@ -95,6 +98,20 @@ class TakedownUpdates:
             if version not in there and version != self.takedowns.version:
                 self._refused.pop(version, None)
                 self._ledger.forget("takedowns", version)
+
+    async def _look_at_active(self, one: Candidate) -> None:
+        """The files of the list in force may have changed. What counts is the copy in memory."""
+        if self._looked_at == one.fingerprint:
+            return
+        self._looked_at = one.fingerprint
+        try:
+            await self._background.run(lambda: _loaded(one))
+        except Rejected as error:
+            message = f"what is in memory serves on; on the disk: {error}"
+            reason = Reason("changed_on_disk", message, f"takedowns/{one.version}")
+            self._ledger.move("takedowns", one.version, State.ACTIVE, reason=reason)
+        else:
+            self._ledger.move("takedowns", one.version, State.ACTIVE)
 
     async def _install(self, one: Candidate) -> bool:
         try:
@@ -118,6 +135,10 @@ class TakedownUpdates:
         if before.version and before.version != one.version:
             self._move(before.version, State.DRAINING)
             self._move(before.version, State.RETIRED)
+        try:
+            await self._background.run(lambda: keep(self._state_dir, takedowns))
+        except OSError as error:
+            self._log.warning("takedowns_not_kept", version=one.version, reason=error.strerror)
         self._log.info("takedowns_live", version=one.version, items=len(takedowns.ids))
         return True
 
@@ -129,7 +150,7 @@ class TakedownUpdates:
 
 
 def _loaded(one: Candidate) -> Takedowns:
-    if one.problem is not None:
-        raise one.problem
+    if one.manifest is None:
+        raise one.problem or Rejected("manifest_missing", "the manifest is gone")
     verify(one.found.directory, "takedowns")
     return load_takedowns(one.found.directory)[0]

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from app.errors import Rejected
+from app.runtime import state_dir
 from app.runtime.status import now_iso
 from app.vocab.items import MAX_ID
 from app.vocab.manifest import Manifest, read_file, read_manifest
@@ -20,6 +22,7 @@ from app.vocab.vocab import Numbers64, Vocab
 
 FILE: Final = "items.txt"
 MAX_ITEMS: Final = 1_000_000
+KEPT: Final = "takedowns.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +63,17 @@ def load_takedowns(directory: Path) -> tuple[Takedowns, Manifest]:
     if len(ids) > MAX_ITEMS:
         raise Rejected("too_many", f"{len(ids)} ids; at most {MAX_ITEMS} are possible", location=FILE)
     return Takedowns(manifest.version, manifest.digest, now_iso(), tuple(ids)), manifest
+
+
+def keep(state: Path, takedowns: Takedowns) -> None:
+    """Write down what is in force, among the server's own files: a start over a version that was damaged meanwhile
+    brings nothing back. Raises OSError."""
+    state_dir.write(state / KEPT, msgspec.json.encode(takedowns))
+
+
+def kept(state: Path) -> Takedowns:
+    """What was in force last; NOTHING where that is not known."""
+    try:
+        return msgspec.json.decode((state / KEPT).read_bytes(), type=Takedowns)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return NOTHING

@@ -474,7 +474,7 @@ async def test_take_downs_are_live_at_the_next_admission_and_split_no_batch(tmp_
             shutil.rmtree(root / "takedowns" / version)
         status = await server.settles(
             lambda status: (
-                state_of(status, "takedowns", "v4").get("reason", {}).get("code") == "manifest_invalid"
+                state_of(status, "takedowns", "v4").get("reason", {}).get("code") == "changed_on_disk"
                 and state_of(status, "takedowns", "v1")["state"] is state_of(status, "takedowns", "v3")["state"] is None
             )
         )
@@ -482,6 +482,41 @@ async def test_take_downs_are_live_at_the_next_admission_and_split_no_batch(tmp_
         manifest.write_bytes(text)
         await server.settles(lambda status: "reason" not in state_of(status, "takedowns", "v4"))
         assert "b0" not in [item["id"] for item in (await server.recommend("i1", k=100))["items"]]
+
+
+@pytest.mark.parametrize("file", ["items.txt", "MANIFEST.json"])
+async def test_a_list_that_is_damaged_on_the_disk_brings_nothing_back_not_even_after_a_restart(file, tmp_path):
+    root = world(tmp_path)
+
+    async def ids(server):
+        return [item["id"] for item in (await server.recommend("i1", k=100))["items"]]
+
+    def says(code):
+        return lambda status: state_of(status, "takedowns", "v2").get("reason", {}).get("code") == code
+
+    async with live_server(root) as server:
+        first = await ids(server)
+        takedown(root, "v1", [first[0]])
+        await server.settles(lambda status: status["active"]["takedowns"]["version"] == "v1")
+        takedown(root, "v2", first[:2])
+        await server.settles(lambda status: status["active"]["takedowns"]["version"] == "v2")
+        place = root / "takedowns" / "v2" / file
+        text = place.read_bytes()
+        place.write_bytes(b"#" + text[1:])
+        await server.settles(says("changed_on_disk"))
+        assert not set(first[:2]) & set(await ids(server))
+    async with live_server(root) as server:
+        await server.settles(says("changed_on_disk"))
+        assert not set(first[:2]) & set(await ids(server))
+        place.write_bytes(text)
+        await server.settles(says(None))
+        place.write_bytes(b"#" + text[1:])
+        takedown(root, "v3", first[2:3])
+        await server.settles(lambda status: status["active"]["takedowns"]["version"] == "v3")
+        assert first[:2] == [one for one in first[:3] if one in await ids(server)]
+    shutil.rmtree(root / "takedowns" / "v3")  # taken back on purpose
+    async with live_server(root) as server:
+        assert first[1:3] == [one for one in first[:3] if one in await ids(server)]
 
 
 def edit(root, old, new):
