@@ -9,7 +9,8 @@ and 1.5.
     whole    log-sum-exp, mask, score, exact top-K in T0 order, ancestry of the survivors
     bare     the same without mask and ancestry
     bent     as whole, by a rank that rewrites each candidate (class E), which the kernels compute:
-             where(logp > -9, score, w * score)
+             where(logp > -9, score, w * score). w lies in 0 .. 1, so that unlikely codes of few rows come first:
+             they do not fit the tail and are searched by digits, the slow case
     prob     the same with an exponential a candidate: where(logp > -9, score, 2 * score) - w * prob
     program  the latter in two passes: torch's operators one by one, as the policy's program, and top-K of their ranks
     ranks    top-K of given float32 ranks, by chunk maxima
