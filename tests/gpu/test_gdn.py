@@ -85,7 +85,7 @@ def test_a_launch_is_captured_into_a_graph():
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what the peers import
+@pytest.mark.filterwarnings("ignore")  # of what the peers import
 @pytest.mark.parametrize(("path", "needs"), [("full", "fla"), ("replayssm", "triton")])
 def test_what_the_bench_compares_with_computes_the_same(path, needs):
     pytest.importorskip(needs)

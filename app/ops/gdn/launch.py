@@ -25,14 +25,14 @@ _INPUTS = (torch.bfloat16, torch.float16)
 
 
 class _Shape(NamedTuple):
-    """A compiled kernel: `columns` of V a block, `rows` of a request at a time, and how many blocks are `resident` on a
-    processor."""
+    """A compiled kernel: `columns` of V a block, `rows` of a request at a time, how many blocks are `resident` on a
+    device, and how many there are at most (None: one an item)."""
 
     kernel: cuda.Kernel
     columns: int
     rows: int
     resident: int
-    processors: int
+    most: int | None
 
 
 def unfit_state(device: torch.device, dtype: torch.dtype, hk: int, hv: int, k: int, v: int) -> str | None:
@@ -119,12 +119,13 @@ def fused_replay(
         if not tensor.is_contiguous():
             raise ValueError(f"records.{name}: must be contiguous")
     blocks = requests * hv * (v // shape.columns)
-    splits = max(1, min(shape.resident * shape.processors // blocks, -(-n // (requests * shape.rows))))
+    splits = max(1, min(shape.resident // blocks, -(-n // (requests * shape.rows))))
+    items, own_slot = blocks * splits, -1 if into is None else into
     shape.kernel.launch(
-        blocks * splits, shape.rows * 4,
+        min(items, shape.most or items), shape.rows * 4,
         window.data_ptr(), window.stride(0), own.data_ptr(), own.stride(0), *(x.data_ptr() for x in operands),
         start.data_ptr(), tree.data_ptr(), *(np.int32(x) for x in (tree.shape[1], first, compact)),
-        records.k.shape[1], *(np.int32(x) for x in (-1 if into is None else into, copied, key_heads, hv, splits)),
+        records.k.shape[1], *(np.int32(x) for x in (own_slot, copied, key_heads, hv, splits, items)),
         out.data_ptr(), early=early and wgmma,
     )  # fmt: skip
     return out
@@ -141,19 +142,29 @@ class Blocks(NamedTuple):
     staged: bool
 
     @property
+    def ring(self) -> int:
+        """Units of 32 bytes a thread of records that are on their way; blocks then take several items in turn."""
+        return 4 if self.wgmma and self.staged else 0
+
+    @property
     def defines(self) -> dict[str, int]:
         """What the source is compiled with."""
         return {"VT": self.columns, "WGMMA": int(self.wgmma), "STAGED": int(self.staged)}
 
     def memory(self, k: int) -> int:
-        """Bytes of shared memory: columns of the state, what is read ahead, a barrier."""
-        return k * self.columns * 4 + self.staged * self.warps * 32 * (2 * k + self.columns) // 2 + 16
+        """Bytes of shared memory: columns of the state, what is read ahead, a barrier, a number a thread."""
+        threads = self.warps * 32
+        ahead = (2 * k + self.columns) // 2 if self.staged else 0
+        ring = 32 * self.ring + 4 if self.ring else 0
+        return k * self.columns * 4 + threads * (ahead + ring) + 16
 
 
 def blocks(k: int, shared: int, *, wgmma: bool) -> Blocks:
     """How the kernel cuts heads of K; shared: bytes of shared memory of a processor."""
     if k != 128:
         return Blocks(128, 12, 1, wgmma, staged=False) if wgmma else Blocks(64, 4, 3, wgmma, staged=False)
+    if wgmma:
+        return Blocks(128, 16, 1, wgmma, staged=True)
     ahead = Blocks(128, 8, 2, wgmma, staged=True)
     return ahead._replace(staged=shared >= ahead.resident * (ahead.memory(k) + RESERVED))
 
@@ -167,4 +178,5 @@ def _compiled(device: torch.device, k: int, v: int, *, bf16: bool, out32: bool, 
         Path(__file__).with_name("kernel.cu"), "replay", device, memory=cut.memory(k), arch="sm_90a" if wgmma else "",
         K=k, V=v, BF16=int(bf16), OUT32=int(out32), **cut.defines,
     )  # fmt: skip
-    return _Shape(kernel, cut.columns, cut.warps * 8, cut.resident, about.multi_processor_count)
+    most = cut.resident * about.multi_processor_count
+    return _Shape(kernel, cut.columns, cut.warps * 8, most, most if cut.ring else None)

@@ -40,9 +40,13 @@ __device__ __forceinline__ void wgmma(float (&u)[NT][4], u32 a0, u32 a1, u32 a2,
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 
-// One thread asks for the state; the barrier completes when all of it is there.
-__device__ __forceinline__ void state_begin(u32 barrier, uint4* to, const u16* from) {
+__device__ __forceinline__ void barrier_make(u32 barrier) {
     asm volatile("mbarrier.init.shared.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
+}
+
+// One thread asks for the state; a phase of the barrier completes when all of it is there.
+__device__ __forceinline__ void state_begin(u32 barrier, uint4* to, const u16* from) {
+    if (threadIdx.x) return;
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"((u32)STATE) : "memory");
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -52,23 +56,25 @@ __device__ __forceinline__ void state_begin(u32 barrier, uint4* to, const u16* f
                      : "memory");
 }
 
-__device__ __forceinline__ void state_wait(u32 barrier) {
+__device__ __forceinline__ void state_wait(u32 barrier, u32 phase) {
     asm volatile(
-        "{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [%0], 0; @p bra there; bra again; there:}" ::"r"(
-            barrier)
+        "{.reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @p bra there; bra again; there:}" ::"r"(
+            barrier), "r"(phase)
         : "memory");
 }
 
 #else
 
-// All threads of a block ask for the state, as the oldest of their groups.
+__device__ __forceinline__ void barrier_make(u32) {}
+
+// All threads of a block ask for the state, as the oldest of their groups; a block has one item.
 __device__ __forceinline__ void state_begin(u32, uint4* to, const u16* from) {
 #pragma unroll 8
     for (int i = threadIdx.x; i < STATE / 16; i += THREADS) stage(to + i, (const uint4*)from + i);
     staged_group();
 }
 
-__device__ __forceinline__ void state_wait(u32) {}
+__device__ __forceinline__ void state_wait(u32, u32) {}
 
 // B of both terms: lanes 0-7 name the rows of the first 8 of K, 8-15 of the second, 16-31 of the other term's.
 __device__ __forceinline__ uint4 fragments(u32 at) {
