@@ -13,11 +13,11 @@
 //
 // The two warpgroups of a block take turns: while one has its products - the probabilities of a tile with its values, and its
 // queries with the next keys - the other has its softmax. Left to themselves they would wait for the products at the same
-// time. Each fetches its half of a tile three tiles ahead, has the half of the next tile when it gives the turn away, and so
-// finds all of its own tile there when it gets the turn; the other is then behind the products that read the place before.
+// time. Each fetches its half of a tile three tiles ahead and has its half of the next tile when it gives the turn away: so
+// all of a tile is there for who gets the turn, and nobody still reads the place that the tile after it goes to.
 //
-// The running maximum is only raised where a row's scores exceed it by more than a factor of 2^8: the sums stay far from overflow, and most tiles
-// need no rescaling of the output. What a row gets depends on no other row.
+// The running maximum is only raised where a row's scores exceed it by more than a factor of 2^8: the sums stay far from
+// overflow, and most tiles need no rescaling of the output. What a row gets depends on no other row.
 
 // part: prelude/half.cuh
 
@@ -86,22 +86,25 @@ __device__ __forceinline__ void fetch(u32 to, const u16* from, bool there) {
 }
 
 // A thread's part of the tiles: where its next piece of keys and of values comes from and goes to.
-struct Fetch {
+struct Tiles {
     const u16 *keys, *values;
-    u32 to;    // in the first place
-    int key;   // its position in the next tile
+    u32 to;   // in the first place
+    int key;  // its position
 };
 
-// The next tile into place `at`; zeros from `count` on.
-__device__ __forceinline__ void fetch_tile(Fetch& x, u32 at, int count, i64 k_position, i64 v_position) {
-    const u32 to = x.to + at * STAGE;
+// The next tile, if there is one, into a place; zeros from position `count` on.
+__device__ __forceinline__ void fetch_tile(Tiles& x, u32 place, int count, i64 k_position, i64 v_position) {
+    if (x.key < (count + KEYS - 1) / KEYS * KEYS) {
+        const u32 to = x.to + place * STAGE;
 #pragma unroll
-    for (int i = 0; i < KEYS / EACH; i++) {
-        const bool there = x.key + i * EACH < count;
-        fetch(to + i * EACH * 128, x.keys + i * EACH * k_position, there);
-        fetch(to + i * EACH * 128 + STAGE / 2, x.values + i * EACH * v_position, there);
+        for (int i = 0; i < KEYS / EACH; i++) {
+            const bool there = x.key + i * EACH < count;
+            fetch(to + i * EACH * 128, x.keys + i * EACH * k_position, there);
+            fetch(to + i * EACH * 128 + STAGE / 2, x.values + i * EACH * v_position, there);
+        }
+        x.key += KEYS, x.keys += KEYS * k_position, x.values += KEYS * v_position;
     }
-    x.key += KEYS, x.keys += KEYS * k_position, x.values += KEYS * v_position;
+    asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // All but this thread's newest tiles are in shared memory, where products see them.
@@ -109,6 +112,22 @@ template <int NEWEST>
 __device__ __forceinline__ void fetched() {
     asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The turns of a warpgroup: which of the two it is, how many it still has, and the place of the next one's tile.
+struct Turns {
+    int self, left;
+    u32 place;
+};
+
+__device__ __forceinline__ void take(const Turns& x) {
+    fetched<AHEAD - 2>();  // with this thread's part of the tile after this one
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + x.self), "n"(THREADS) : "memory");
+}
+
+__device__ __forceinline__ void give(Turns& x) {
+    x.left--, x.place = x.place == STAGES - 1 ? 0 : x.place + 1;
+    if (!x.self || x.left) asm volatile("bar.arrive %0, %1;" ::"r"(2 - x.self), "n"(THREADS) : "memory");
 }
 
 __device__ __forceinline__ float most_of_quad(float x) {
@@ -197,8 +216,71 @@ __device__ __forceinline__ void start_output(Rows& x, u32 at) {
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++)
 #pragma unroll
-        for (int plane = 0; plane < PLANES; plane++) values(x.y[plane], x.p[i], descriptor(at + plane * (PLANE >> 4) + i * 128));
+        for (int plane = 0; plane < PLANES; plane++)
+            values(x.y[plane], x.p[i], descriptor(at + plane * (PLANE >> 4) + i * 128));
     commit();
+}
+
+// The fragments of a thread's queries: rows `at` and at + 8 of the request's, which has `queries`.
+__device__ __forceinline__ void load_queries(u32 (&x)[D / 16][4], const u16* q, i64 q_row, int at, int queries, int group) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int own = min(at + 8 * half, queries - 1);
+        const u32* from = (const u32*)(q + own / group * q_row + own % group * D) + threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) x[i][half] = __ldg(from + 8 * i), x[i][2 + half] = __ldg(from + 8 * i + 4);
+    }
+}
+
+// 64 queries over a context of `count` > 0 positions; `next` fetches a tile.
+template <typename Next>
+__device__ __forceinline__ void attend(
+    Rows& x, const u32 (&q)[D / 16][4], Turns& turns, u32 places, int count, float factor, const Next& next) {
+    u32 before = places + turns.place * (STAGE >> 4);
+    {
+        float s[8][4];
+        take(turns);
+        start_scores(s, q, before);
+        give(turns);
+        finish();
+        settled(s);
+        next();
+        weigh(x, s, factor, count);
+    }
+#pragma unroll 1
+    for (int left = count - KEYS; left > 0; left -= KEYS) {
+        float s[8][4];
+        const u32 here = places + turns.place * (STAGE >> 4);
+        take(turns);
+        start_scores(s, q, here);
+        start_output(x, before + (STAGE / 2 >> 4));
+        give(turns);
+        finish();
+        settled(s);
+#pragma unroll
+        for (int plane = 0; plane < PLANES; plane++) settled(x.y[plane]);
+        before = here;
+        next();
+        weigh(x, s, factor, left);
+    }
+    start_output(x, before + (STAGE / 2 >> 4));
+    finish();
+#pragma unroll
+    for (int plane = 0; plane < PLANES; plane++) settled(x.y[plane]);
+}
+
+// A row's output to `out`, by 16 bytes a thread; by: 1 / its sum.
+__device__ __forceinline__ void write(const Rows& x, int half, u16* out, float by, bool live) {
+#pragma unroll
+    for (int plane = 0; plane < PLANES; plane++)
+#pragma unroll
+        for (int j = 0; j < 8; j += 4) {
+            u32 w[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) w[i] = pack(x.y[plane][j + i][2 * half] * by, x.y[plane][j + i][2 * half + 1] * by);
+            const uint4 done = turned(w[0], w[1], w[2], w[3]);
+            if (live) store(out + plane * 64 + j * 8 + 8 * (threadIdx.x % 4), done);
+        }
 }
 
 // q            row n at n * q_row elements, [H, D] inside
@@ -206,110 +288,52 @@ __device__ __forceinline__ void start_output(Rows& x, u32 at) {
 // length       [R] positions of a request; row_start [R + 1]
 // out          [N, H, D]; 0 where a request has no position
 // lse          [H, N] float32; -inf there
+// tiles        blocks of a request and key head
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) context(
     i64 q, i64 k, i64 v, const int* length, const int* row_start, i64 out, float* lse, i64 q_row, i64 k_request,
     i64 k_position, i64 v_request, i64 v_position, i64 rows, i64 heads, i64 key_heads, i64 positions, i64 tiles,
     float scale) {
     extern __shared__ char memory[];
     const u32 places = (shared_address(memory) + 1023) & ~1023u;
-    const int first = blockIdx.x % (u32)tiles * ROWS, rest = blockIdx.x / (u32)tiles, key_head = rest % (u32)key_heads;
-    const int request = rest / (u32)key_heads, group = (u32)heads / (u32)key_heads, begins = row_start[request];
-    const int queries = (row_start[request + 1] - begins) * group, given = length[request];
+    const int rest = blockIdx.x / (u32)tiles, key_head = rest % (u32)key_heads, request = rest / (u32)key_heads;
+    const int group = (u32)heads / (u32)key_heads, begins = row_start[request], given = length[request];
+    const int queries = (row_start[request + 1] - begins) * group, first = blockIdx.x % (u32)tiles * ROWS;
     if (first >= queries) return;
     const int count = given < 0 ? 0 : given < positions ? given : (int)positions, steps = (count + KEYS - 1) / KEYS;
-    const int warp = threadIdx.x / 32, self = warp / 4, c = threadIdx.x % 4, mine = first + warp * 16 + threadIdx.x % 32 / 4;
+    const int self = threadIdx.x / 128, at = first + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
 
     const int key = threadIdx.x / (D / 8), piece = threadIdx.x % (D / 8);
-    Fetch from = {(const u16*)k + request * k_request + key_head * D + key * k_position + piece * 8,
+    Turns turns = {self, steps, 0};
+    Tiles from = {(const u16*)k + request * k_request + key_head * D + key * k_position + piece * 8,
                   (const u16*)v + request * v_request + key_head * D + key * v_position + piece * 8,
                   places + piece / 8 * PLANE + key * 128 + (piece % 8 ^ key % 8) * 16, key};
-    auto fetch_next = [&](int step) {
-        if (step < steps) fetch_tile(from, step % STAGES, count, k_position, v_position);
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    };
-    auto take_turn = [&](int step) {
-        fetched<AHEAD - 2>();  // this thread's part of the next tile, too
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + self), "n"(THREADS) : "memory");
-    };
-    auto give_turn = [&](int step) {
-        if (!self || step < steps - 1) asm volatile("bar.arrive %0, %1;" ::"r"(2 - self), "n"(THREADS) : "memory");
+    auto next = [&] {  // behind a turn: the tile AHEAD of it
+        const u32 place = turns.place + AHEAD - 1;
+        fetch_tile(from, place < STAGES ? place : place - STAGES, count, k_position, v_position);
     };
 #pragma unroll
-    for (int step = 0; step < AHEAD; step++) fetch_next(step);
+    for (int i = 0; i < AHEAD; i++) fetch_tile(from, i, count, k_position, v_position);
     if (self && steps) {
         fetched<AHEAD - 1>();
         asm volatile("bar.arrive 1, %0;" ::"n"(THREADS) : "memory");
     }
     if (first + self * 64 >= queries) {  // a warpgroup without queries
-        for (int step = 0; step < steps; step++) take_turn(step), give_turn(step), fetch_next(step + AHEAD);
+        while (turns.left) take(turns), give(turns), next();
         return;
     }
-
     u32 asked[D / 16][4];
+    load_queries(asked, (const u16*)q + begins * q_row + key_head * group * D, q_row, at, queries, group);
+    Rows x = {};
+    x.most[0] = x.most[1] = -INFINITE;
+    if (steps) attend(x, asked, turns, places >> 4, count, scale * LOG2E, next);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int at = min(mine + 8 * half, queries - 1), row = begins + at / group, head = key_head * group + at % group;
-        const u32* own = (const u32*)((const u16*)q + row * q_row + head * D) + c;
-#pragma unroll
-        for (int i = 0; i < D / 16; i++) asked[i][half] = __ldg(own + 8 * i), asked[i][2 + half] = __ldg(own + 8 * i + 4);
-    }
-    Rows x;
-#pragma unroll
-    for (int plane = 0; plane < PLANES; plane++)
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) x.y[plane][j][e] = 0.f;
-    x.most[0] = x.most[1] = -INFINITE, x.sum[0] = x.sum[1] = 0.f;
-    const float factor = scale * LOG2E;
-    const u32 tile = places >> 4;
-    if (steps) {
-        float s[8][4];
-        take_turn(0);
-        start_scores(s, asked, tile);
-        give_turn(0);
-        finish();
-        settled(s);
-        fetch_next(AHEAD);
-        weigh(x, s, factor, count);
-    }
-#pragma unroll 1
-    for (int step = 1; step < steps; step++) {
-        float s[8][4];
-        take_turn(step);
-        start_scores(s, asked, tile + step % STAGES * (STAGE >> 4));
-        start_output(x, tile + (step - 1) % STAGES * (STAGE >> 4) + (STAGE / 2 >> 4));
-        give_turn(step);
-        finish();
-        settled(s);
-#pragma unroll
-        for (int plane = 0; plane < PLANES; plane++) settled(x.y[plane]);
-        fetch_next(step + AHEAD);
-        weigh(x, s, factor, count - step * KEYS);
-    }
-    if (steps) start_output(x, tile + (steps - 1) % STAGES * (STAGE >> 4) + (STAGE / 2 >> 4));
-    finish();
-#pragma unroll
-    for (int plane = 0; plane < PLANES; plane++) settled(x.y[plane]);
-
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int at = mine + 8 * half, head = key_head * group + at % group;
-        const i64 row = begins + at / group;
-        const bool live = at < queries;
-        const float whole = sum_of_quad(x.sum[half]), by = count ? 1.f / whole : 0.f;
-        if (c == 0 && live) lse[head * rows + row] = count ? x.most[half] * scale + logf(whole) : -INFINITE;
-        u16* to = (u16*)out + (row * heads + head) * D + 8 * c;
-#pragma unroll
-        for (int plane = 0; plane < PLANES; plane++)
-#pragma unroll
-            for (int j = 0; j < 8; j += 4) {
-                u32 w[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    w[i] = pack(x.y[plane][j + i][2 * half] * by, x.y[plane][j + i][2 * half + 1] * by);
-                const uint4 done = turned(w[0], w[1], w[2], w[3]);
-                if (live) store(to + plane * 64 + j * 8, done);
-            }
+        const int own = at + 8 * half;
+        const i64 row = begins + own / group, head = key_head * group + own % group;
+        const float whole = sum_of_quad(x.sum[half]);
+        const bool live = own < queries;
+        write(x, half, (u16*)out + (row * heads + head) * D, count ? 1.f / whole : 0.f, live);
+        if (threadIdx.x % 4 == 0 && live)
+            lse[head * rows + row] = count ? x.most[half] * scale + logf(whole) : -INFINITE;
     }
 }
