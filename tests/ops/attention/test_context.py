@@ -60,6 +60,7 @@ def cases():
     q, k, v = operands()
     yield operands(dtype=torch.float32), 1.0, "float32"
     yield (q, k.half(), v), 1.0, "k: torch.float16"
+    yield operands(d=128, positions=255), 1.0, "255 positions; positive ones, with head dim 128"
     yield operands(d=96), 1.0, "head dim 96; 64 and 128"
     yield (q, k, torch.zeros(3, 70, 2, 128, dtype=k.dtype)), 1.0, "v: 128"
     yield (q, k, v), 0.0, "scale: 0.0"
@@ -74,6 +75,7 @@ def test_what_does_not_fit_is_said(gpu, given, scale, reason):
 
 def test_rows_of_a_product_fit_and_other_gpus_do_not(gpu, monkeypatch):
     assert context.unfit(*operands(), 0.1) is None
+    assert context.unfit(*operands(d=128, positions=256), 0.1) is None
     monkeypatch.setattr(cuda, "architecture", lambda _: "sm_100")
     assert "sm_100" in (context.unfit(*operands(), 0.1) or "")
     monkeypatch.setattr(cuda, "unfit", lambda _: "CuPy is not installed")
