@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "recommend": Entry("recommend:recommend", "Answer a file of requests without a server."),
     "weights": Entry("weights:app", "Publish model weights into a deployment root."),
     "vocab": Entry("vocab:app", "Import, build, inspect and compare catalogues."),
+    "takedown": Entry("takedown:app", "Take items down, and look at the lists."),
     "contract": Entry("contract:app", "Make, show and check the contract of a deployment root."),
     "engine": Entry("engine:app", "Compile a deployment's kernels beforehand."),
     "snapshot": Entry("snapshot:app", "Look at a running server's snapshots, promote, roll back."),

@@ -31,7 +31,7 @@ from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
 from app.runtime.stage import BY_POLICIES, HEAVY, IN_MEMORY, Stage
 from app.runtime.states import State
-from app.runtime.status import Reason
+from app.runtime.status import Reason, unfinished
 from app.runtime.survey import DEPLOYMENT, Candidate, Survey, read_overlay, survey
 from app.vocab.manifest import Kind, verify
 
@@ -265,7 +265,7 @@ class ArtifactUpdates:
         if one.problem is not None:
             self._refuse(kind, one.version, one.problem)
         elif one.manifest is None:
-            self._ledger.move(kind, one.version, State.INCOMPLETE)
+            self._ledger.move(kind, one.version, State.INCOMPLETE, reason=unfinished(kind, one.version))
 
     async def _look_at_served(self, kind: Kind, one: Candidate, state: State) -> None:
         """The files of a version in memory have changed. What serves is the process's own copy and goes on."""

@@ -19,7 +19,7 @@ from app.runtime.engine_artifact import Engine
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
 from app.runtime.states import State
-from app.runtime.status import ArtifactStatus, Reason, now_iso
+from app.runtime.status import ArtifactStatus, Reason, now_iso, unfinished
 from app.vocab.manifest import Found, home, versions
 
 
@@ -85,8 +85,8 @@ class Engines:
         found = {one.version: one for one in versions(self._root, "engine")}
         known = dict(self._notes)
         for name, one in found.items():
-            state = State.DISCOVERED if one.complete else State.INCOMPLETE
-            known.setdefault(name, ArtifactStatus("engine", name, state, now_iso()))
+            state, why = (State.DISCOVERED, None) if one.complete else (State.INCOMPLETE, unfinished("engines", name))
+            known.setdefault(name, ArtifactStatus("engine", name, state, now_iso(), None, why))
         return [note.document() for name, note in sorted(known.items()) if name in found]
 
     def _loaded(self, found: Found, engine: Engine, device: torch.device) -> bool:

@@ -33,7 +33,7 @@ from app.runtime.reading import Weights, model_files, read_fitting_vocab, read_w
 from app.runtime.snapshot import ArtifactRef, DeviceTrie, Policies, Snapshot, snapshot_id
 from app.runtime.state_dir import load_last_good
 from app.runtime.states import State
-from app.runtime.status import ArtifactStatus, Reason, now_iso
+from app.runtime.status import ArtifactStatus, Reason, now_iso, unfinished
 from app.runtime.survey import Survey, survey
 from app.runtime.takedowns import NOTHING, Takedowns, keep, kept, load_takedowns
 from app.runtime.watch import scan
@@ -183,8 +183,10 @@ class _Gate:
             for one in found:
                 if one.problem is not None:
                     self._reject(kind, one.version, one.problem)
+                elif one.manifest is None:
+                    self._note(kind, one.version, State.INCOMPLETE, reason=unfinished(kind, one.version))
                 else:
-                    self._note(kind, one.version, State.INCOMPLETE if one.manifest is None else State.DISCOVERED)
+                    self._note(kind, one.version, State.DISCOVERED)
 
     def _usable(self, seen: Survey, kind: Kind) -> tuple[Option, ...]:
         """The versions that may be tried, newest first; the one that is asked for, if one is."""

@@ -47,6 +47,12 @@ class Reason:
         return shown
 
 
+def unfinished(kind: str, version: str) -> Reason:
+    """Why a version without a manifest is `incomplete`."""
+    message = "there is none yet: it is still being written, or was not made by a command that publishes"
+    return Reason("manifest_missing", message, f"{kind}/{version}/MANIFEST.json")
+
+
 @dataclass(frozen=True, slots=True)
 class ArtifactStatus:
     """One version on disk and what became of it; the states are those of docs/architecture.md."""

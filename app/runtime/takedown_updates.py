@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -14,12 +14,15 @@ from app.runtime.logs import Log
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
 from app.runtime.states import State
-from app.runtime.status import Reason
+from app.runtime.status import Reason, unfinished
 from app.runtime.survey import Candidate, Survey, survey
 from app.runtime.takedowns import NOTHING, Takedowns, keep, load_takedowns
-from app.vocab.manifest import verify, version_key
+from app.vocab.manifest import strays, verify, version_key
 
 PERIOD_S: Final = 2.0
+NAMED: Final = 20
+"""Things that are no version and are named all the same: a folder may hold very many."""
+IGNORED: Final = "takes nothing down: a list is a folder that `widebeam takedown publish FILE --root ROOT` makes"
 
 
 class TakedownUpdates:
@@ -72,8 +75,10 @@ class TakedownUpdates:
     async def check(self) -> None:
         """Put the newest usable list in force. A list that is gone from the disk stays in force until another comes."""
         seen = await self._background.run(lambda: survey(self._root, self._state_dir, self._survey, ("takedowns",)))
+        ignored = await self._background.run(lambda: strays(self._root, "takedowns")[:NAMED])
         self._survey = seen
-        self._forget({one.version for one in seen.candidates["takedowns"]})
+        self._forget({*ignored, *(one.version for one in seen.candidates["takedowns"])})
+        self._say_ignored(ignored)
         ask = seen.ask.get("takedowns")
         for one in seen.candidates["takedowns"]:
             if ask not in {None, one.version} or self._refused.get(one.version) == one.fingerprint:
@@ -85,7 +90,7 @@ class TakedownUpdates:
             if same:
                 return
             if one.manifest is None and one.problem is None:
-                self._move(one.version, State.INCOMPLETE)
+                self._move(one.version, State.INCOMPLETE, reason=unfinished("takedowns", one.version))
                 continue
             if ask is None and version_key(one.version) < version_key(self.takedowns.version):
                 return
@@ -98,6 +103,14 @@ class TakedownUpdates:
             if version not in there and version != self.takedowns.version:
                 self._refused.pop(version, None)
                 self._ledger.forget("takedowns", version)
+
+    def _say_ignored(self, names: Iterable[str]) -> None:
+        """What somebody has put there, maybe as a list, and is none: said once, and in the status while it is there."""
+        for name in names:
+            if self._ledger.state("takedowns", name) is None:
+                reason = Reason("no_version", IGNORED, f"takedowns/{name}")
+                self._move(name, State.INCOMPLETE, reason=reason)
+                self._log.warning("takedowns_ignored", **reason.document())
 
     async def _look_at_active(self, one: Candidate) -> None:
         """The files of the list in force may have changed. What counts is the copy in memory."""
@@ -142,11 +155,11 @@ class TakedownUpdates:
         self._log.info("takedowns_live", version=one.version, items=len(takedowns.ids))
         return True
 
-    def _move(self, version: str, state: State, digest: str | None = None) -> None:
+    def _move(self, version: str, state: State, digest: str | None = None, reason: Reason | None = None) -> None:
         known = self._ledger.state("takedowns", version)
         if known is None or (known in {State.REJECTED, State.RETIRED, State.INCOMPLETE} and state is not known):
             self._ledger.move("takedowns", version, State.DISCOVERED)
-        self._ledger.move("takedowns", version, state, digest=digest)
+        self._ledger.move("takedowns", version, state, digest=digest, reason=reason)
 
 
 def _loaded(one: Candidate) -> Takedowns:

@@ -50,19 +50,25 @@ def load_takedowns(directory: Path) -> tuple[Takedowns, Manifest]:
     manifest = read_manifest(directory, "takedowns")
     if FILE not in manifest.files:
         raise Rejected("file_missing", "a takedowns version holds this file", location=FILE)
-    data = read_file(directory, FILE, manifest.files[FILE])
+    ids = read_ids(read_file(directory, FILE, manifest.files[FILE]), FILE)
+    return Takedowns(manifest.version, manifest.digest, now_iso(), tuple(ids)), manifest
+
+
+def read_ids(data: bytes | memoryview, place: str) -> list[str]:
+    """The ids of a list's text, an id a line. Raises Rejected with the place: text that is not UTF-8, ids that no item
+    can have, too many."""
     try:
         lines = str(data, "utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise Rejected("not_utf8", f"byte {error.start} is not UTF-8", location=FILE) from error
+        raise Rejected("not_utf8", f"byte {error.start} is not UTF-8", location=place) from error
     ids = [line.removesuffix("\r") for line in lines]
     ids = ids[:-1] if ids[-1] == "" else ids
     for number, item in enumerate(ids, 1):
         if not 1 <= len(item.encode()) <= MAX_ID:
-            raise Rejected("bad_id", f"an id has 1 to {MAX_ID} bytes", location=f"{FILE}: line {number}")
+            raise Rejected("bad_id", f"an id has 1 to {MAX_ID} bytes", location=f"{place}: line {number}")
     if len(ids) > MAX_ITEMS:
-        raise Rejected("too_many", f"{len(ids)} ids; at most {MAX_ITEMS} are possible", location=FILE)
-    return Takedowns(manifest.version, manifest.digest, now_iso(), tuple(ids)), manifest
+        raise Rejected("too_many", f"{len(ids)} ids; at most {MAX_ITEMS} are possible", location=place)
+    return ids
 
 
 def keep(state: Path, takedowns: Takedowns) -> None:

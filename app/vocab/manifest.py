@@ -97,6 +97,18 @@ def versions(root: Path, kind: AnyKind) -> tuple[Found, ...]:
     return tuple(sorted(found, key=lambda one: version_key(one.version), reverse=True))
 
 
+def strays(root: Path, kind: AnyKind) -> tuple[str, ...]:
+    """The names of what lies where the versions of a kind lie and will never be one: plain files, folders under other
+    names. Not what is hidden or marked as unfinished; what is no text is escaped."""
+    known = {found.version for found in versions(root, kind)}
+    try:
+        names = [path.name for path in home(root, kind).iterdir()]
+    except OSError:
+        return ()
+    shown = (name for name in names if not name.startswith(".") and not name.lower().endswith(_UNFINISHED))
+    return tuple(sorted(name.encode("utf-8", "backslashreplace").decode() for name in shown if name not in known))
+
+
 def may_be_complete(directory: Path) -> bool:
     """Whether its manifest is there, or nobody may see: then whoever reads it says why."""
     try:
