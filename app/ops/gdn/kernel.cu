@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) replay(
         if (fresh) state_begin(barrier, state, wanted);
         const int begin = row_start[r], end = row_start[r + 1];
         const int hq = h / (hv / hk), at_k = hq * K + 8 * c, at_v = h * V + tile_v * VT + 8 * c;
-        int tile = begin + (warp / 4 * splits + split) * 32;  // few beams are spread over the blocks first
+        int tile = begin + (split * GROUPS + warp / 4) * 32;
         int row = max(min(tile + beam, end - 1), 0);
         int slot0 = ancestor(ancestry, row, columns, first + c, compact, slots);
         int slot1 = ancestor(ancestry, row, columns, first + c + 4, compact, slots);
@@ -296,8 +296,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) replay(
                         dd[w] = pack_held(d0, d1);
                     }
                     if (live) {
-                        u16* place = delta + (into * slots + row) * hv * V + at_v + column;
-                        if (into >= 0) store(place, make_uint4(dd[0], dd[1], dd[2], dd[3]));
+                        u16* kept = delta + (into * slots + row) * hv * V + at_v + column;
+                        if (into >= 0) store(kept, make_uint4(dd[0], dd[1], dd[2], dd[3]));
 #if OUT32
                         float4* to = (float4*)((float*)out + (i64)row * hv * V + at_v + column);
                         to[0] = make_float4(o[0], o[1], o[2], o[3]), to[1] = make_float4(o[4], o[5], o[6], o[7]);

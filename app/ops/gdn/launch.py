@@ -19,8 +19,6 @@ from app.ops.gdn.replay import Records
 
 DEPTH = 8
 """Ancestors that the kernel replays at most."""
-TILE = 32
-"""Beams that a warpgroup has at a time."""
 RESERVED = 1024
 """Bytes of shared memory that the system keeps of every block."""
 _INPUTS = (torch.bfloat16, torch.float16)
@@ -121,7 +119,7 @@ def fused_replay(
         if not tensor.is_contiguous():
             raise ValueError(f"records.{name}: must be contiguous")
     blocks = requests * hv * (v // shape.columns)
-    splits = max(1, min(shape.resident // blocks, -(-n // (requests * TILE))))
+    splits = max(1, min(shape.resident // blocks, -(-n // (requests * shape.rows))))
     items, own_slot = blocks * splits, -1 if into is None else into
     shape.kernel.launch(
         min(items, shape.most or items), shape.rows * 4,
