@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import time
+from typing import Annotated, Any, Final
 
 import typer
 
 from app.cli.admin import TIMEOUT_S, Admin, ServerSays, call
 from app.cli.output import JsonFlag, print_json, print_table
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look at a server's snapshots, promote, roll back.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Look at a server's snapshots, promote, roll back.",
+)
+PIN: Final = "state/pin.json"
+LOOKS: Final = 50
+LOOK_S: Final = 0.1
 Which = Annotated[str | None, typer.Argument(help="A snapshot's id, as `list` shows it")]
 
 
@@ -54,14 +63,35 @@ def promote(
 
 @app.command()
 def rollback(admin: Admin, snapshot: Which = None, json: JsonFlag = False) -> None:
-    """Go back to a snapshot in memory, without one to what served before, until `unpin`."""
+    """Serve a snapshot in memory again, until `unpin`; without an id the one that served before.
+
+    Without an id it is refused, with exit 1, while a rollback or a pin stands: two people in a hurry would bring back
+    what the first of them took away. The message names what can be rolled back to.
+    """
     if snapshot is None:
-        kept = [one for one in call(admin, "GET", "snapshots")["snapshots"] if one["state"] == "ready"]
+        found = call(admin, "GET", "snapshots")
+        pinned = found["pin"]
+        if pinned is not None and pinned["cause"] != "promote":
+            raise ServerSays(_stands(found, admin))
+        kept = [one for one in found["snapshots"] if one["state"] == "ready"]
         before = sorted((one for one in kept if one["active_at"]), key=lambda one: str(one["active_at"]))
         if not before:
             raise ServerSays("nothing is kept that has served before")
         snapshot = str(before[-1]["id"])
     _decided(call(admin, "POST", f"snapshots/{snapshot}:rollback"), json)
+
+
+def _stands(found: dict[str, Any], admin: str) -> str:
+    """Why a rollback without an id is refused, and how to go on."""
+    what = "a rollback stands already" if found["pin"]["cause"] == "rollback" else "a pin stands"
+    lines = [f"{what} ({_named(found['pin']['versions'])}), and nothing was changed. In memory:"]
+    for one in found["snapshots"]:
+        versions = f"weights {one['weights']['version']}, vocab {one['vocab']['version']}"
+        last = f", served last from {one['active_at']}" if one["state"] == "ready" and one["active_at"] else ""
+        lines.append(f"  {one['id']}  {one['state']}: {versions}{last}")
+    lines.append(f"to go to one of them: widebeam snapshot rollback ID --admin {admin}")
+    lines.append(f"to follow release.json or the newest versions again: widebeam snapshot unpin --admin {admin}")
+    return "\n".join(lines)
 
 
 @app.command()
@@ -77,17 +107,42 @@ def pin(admin: Admin, snapshot: Which = None, json: JsonFlag = False) -> None:
 
 @app.command()
 def unpin(admin: Admin, json: JsonFlag = False) -> None:
-    """Follow release.json, or the newest versions, again."""
-    found = call(admin, "POST", "snapshots:unpin")
+    """Follow release.json, or the newest versions, again, and say which those are."""
+    document = call(admin, "POST", "snapshots:unpin")
     if json:
-        print_json(found)
-    else:
-        typer.echo("nothing is pinned")
+        print_json(document)
+        return
+    found = call(admin, "GET", "snapshots")
+    for _ in range(LOOKS):  # until the server has looked at the disk again
+        if found["desired"].get("by") != PIN:
+            break
+        time.sleep(LOOK_S)
+        found = call(admin, "GET", "snapshots")
+    typer.echo(f"nothing is pinned: {_follows(found)}")
+
+
+def _follows(found: dict[str, Any]) -> str:
+    """What serves without a pin, in words."""
+    desired = found["desired"]
+    by = desired.get("by") or "the newest versions"
+    if found["pin"] is not None or by == PIN:
+        return "what serves next is not known yet, see `widebeam snapshot list`"
+    if "wanted" not in desired:
+        return f"{by} cannot be followed; what serves goes on"
+    active = [one for one in found["snapshots"] if one["state"] == "active"]
+    serving = {kind: active[0][kind]["version"] for kind in ("weights", "vocab")} if active else {}
+    verb = "serve" if serving == desired["wanted"] else "will serve"
+    return f"{_named(desired['wanted'])} {verb} ({by})"
 
 
 def _decided(found: dict[str, Any], json: bool) -> None:
     if json:
         print_json(found)
     else:
-        pinned = ", ".join(f"{kind} {version}" for kind, version in found["pin"].items())
-        typer.echo(f"{found['state']}: {found.get('snapshot', '')} pinned to {pinned}".replace(":  ", ": "))
+        typer.echo(
+            f"{found['state']}: {found.get('snapshot', '')} pinned to {_named(found['pin'])}".replace(":  ", ": ")
+        )
+
+
+def _named(versions: dict[str, str]) -> str:
+    return ", ".join(f"{kind} {version}" for kind, version in versions.items())

@@ -380,12 +380,15 @@ class ArtifactUpdates:
     # ---- saying so -------------------------------------------------------------------------------------------------
 
     def desired(self) -> dict[str, object]:
-        """What is asked for, by whom, and why that cannot be followed, if it cannot."""
+        """What is asked for, by whom, and which set that comes to, or why it cannot be followed."""
         seen = self._survey
         if seen is None:
             return {}
         shown: dict[str, object] = {"asked": dict(seen.ask), "by": seen.asked_by}
-        problem = seen.problem or (None if self._wanted(seen, seen.ask) else self._unmet(seen))
+        wanted = self._wanted(seen, seen.ask)
+        if wanted is not None:
+            shown["wanted"] = {"weights": wanted.weights.version, "vocab": wanted.vocab.version}
+        problem = seen.problem or (None if wanted else self._unmet(seen))
         if problem is not None:
             shown["problem"] = {"code": problem.code, "message": problem.message, "location": problem.location}
         return shown

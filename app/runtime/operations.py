@@ -41,10 +41,15 @@ class Operations:
         self._root, self._pin_file = root, state / state_dir.PIN
         self._runtime, self._artifacts, self._hint = runtime, artifacts, hint
         self._ledger, self._log = ledger, log
+        self._last: tuple[str, object] | None = None  # the cause of this server's last pin, and the pin
 
     def list(self) -> Document:
-        """The snapshots in memory, and what is asked for."""
-        return {"snapshots": self._artifacts.stage.documents(), "desired": self._artifacts.desired()}
+        """The snapshots in memory, what is asked for, and the pin that stands: `cause` is null where it is not this
+        process's."""
+        versions, last = self._pin(), self._last
+        cause = last[0] if last is not None and last[1] == versions else None
+        pin = None if versions is None else {"versions": versions, "cause": cause}
+        return {"snapshots": self._artifacts.stage.documents(), "desired": self._artifacts.desired(), "pin": pin}
 
     async def select(self, snapshot_id: str, cause: str) -> Document:
         """Pin a snapshot in memory and admit on it: an instant promotion or rollback.
@@ -130,6 +135,7 @@ class Operations:
             data = msgspec.json.encode(versions) + b"\n"
             await asyncio.to_thread(state_dir.write, self._pin_file, data)
             self._note(cause, versions)
+        self._last = cause, versions
 
     async def _restore(self, pin: object) -> None:
         """Put back what was asked for before a decision that could not be carried out."""

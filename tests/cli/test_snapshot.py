@@ -34,11 +34,38 @@ async def test_list_promote_rollback_pin_and_unpin(tmp_path):
         await server.settles(serving("v2"))
         pinned = await cli(server, "pin", "--json")
         assert json.loads(pinned.output)["pin"] == {"weights": "v2", "vocab": "v1"}
-        assert (await cli(server, "unpin")).output == "nothing is pinned\n"
+        said = "nothing is pinned: weights v2, vocab v1 serve (the newest versions)\n"
+        assert (await cli(server, "unpin")).output == said
         refused = await cli(server, "promote", "--weights", "v9")
         assert (refused.exit_code, "v9" in str(refused.exception)) == (1, True)
         assert (await cli(server, "promote", "nope")).exit_code == 1
         assert (await cli(server, "promote")).exit_code == 2
+
+
+async def test_a_second_rollback_without_an_id_is_refused_and_names_what_there_is(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        weights(root, "v2", 1)
+        bad = (await server.settles(serving("v2")))["active"]["snapshot"]
+        assert (await cli(server, "rollback")).exit_code == 0  # one person
+        for _ in range(2):  # and others
+            refused = await cli(server, "rollback")
+            assert refused.exit_code == 1
+            assert "a rollback stands already (weights v1, vocab v1), and nothing was changed" in str(refused.exception)
+            assert f"  {bad}  ready: weights v2, vocab v1, served last from 20" in str(refused.exception)
+            assert f"widebeam snapshot unpin --admin {server.admin}" in str(refused.exception)
+            assert serving("v1")(await server.status())
+        assert (await cli(server, "rollback", bad)).exit_code == 0  # on purpose
+        await server.settles(serving("v2"))
+        assert (await cli(server, "promote", "--weights", "v1")).exit_code == 0
+        assert (await cli(server, "rollback")).exit_code == 0  # a promotion can be taken back
+        assert serving("v2")(await server.status())
+        (root / "release.json").write_text('{"weights": "v1"}')
+        said = (await cli(server, "unpin")).output  # it may serve by the time that somebody looks
+        assert said.replace("will ", "") == "nothing is pinned: weights v1, vocab v1 serve (release.json)\n"
+        await server.settles(serving("v1"))
+        assert (await cli(server, "pin")).exit_code == 0
+        assert "a pin stands" in str((await cli(server, "rollback")).exception)
 
 
 async def test_a_server_that_is_not_there_is_said_in_a_sentence():
