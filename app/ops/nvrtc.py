@@ -65,5 +65,8 @@ def _library() -> ctypes.CDLL:
                 return ctypes.CDLL(str(path))
     named = find_library("nvrtc")
     if named is None:
-        raise Missing("NVRTC is not installed: it comes with `pip install 'widebeam[kernels]'` and with torch for CUDA")
+        raise Missing(
+            "NVRTC is not installed: it comes with torch for CUDA, or, in a checkout, with "
+            "`.venv/bin/pip install -c constraints.txt -e '.[kernels]'`"
+        )
     return ctypes.CDLL(named)
