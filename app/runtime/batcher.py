@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from app.config import Limits
@@ -56,7 +55,6 @@ class Batcher:
         self._ended = -math.inf
         self._idle = asyncio.Event()
         self._idle.set()
-        self._moments: list[tuple[asyncio.Future[None], bool]] = []
         self.time = BatchTime()
 
     @property
@@ -99,29 +97,6 @@ class Batcher:
         """Wait until nothing waits and nothing runs."""
         await self._idle.wait()
 
-    async def handed(self, within_s: float, *, all_of_them: bool = False) -> None:
-        """Wait until the engine has just got a batch, with `all_of_them` one after which nobody waits; not while it has
-        none, and at most so long.
-
-        What goes to the engine now costs least: it is launched while that batch is computed. And a change of key now
-        splits no batch: who was admitted before it is on the way.
-        """
-        if not self._running or (all_of_them and not self._waiting):
-            return
-        moment = (asyncio.get_running_loop().create_future(), all_of_them)
-        self._moments.append(moment)
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(within_s):
-                    await moment[0]
-        finally:
-            self._moments = [one for one in self._moments if one is not moment]
-
-    def _note_moment(self) -> None:
-        for waited, all_of_them in self._moments:
-            if not waited.done() and not (all_of_them and self._waiting):
-                waited.set_result(None)
-
     def forget(self, job: Job) -> None:
         """A queued job's client has gone or its time has passed: it leaves now. Running jobs are left alone."""
         if job in self._waiting:
@@ -151,7 +126,6 @@ class Batcher:
             self._running.append(_Running(batch, sum(job.rows for job in batch.jobs), self._clock()))
             self._thread.run(batch, asyncio.get_running_loop(), self._finished, self._at_last)
             self._formed(batch)
-            self._note_moment()
         return batch is not None
 
     def _at_last(self, batch: Batch) -> None:
@@ -193,7 +167,6 @@ class Batcher:
     def _settle(self) -> None:
         if not self._waiting and not self._running:
             self._idle.set()
-            self._note_moment()
 
     def _predicted_finish(self, rows: int, now: float) -> float | None:
         """When a request of `rows` would be done if it came now: the running batch's rest, the batches ahead of it, its

@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Literal
+from typing import Literal
 
 from app.config import Deployment
 from app.core import Item, Outcome, Ranked, Request, Timings, Versions
@@ -36,9 +36,6 @@ from app.runtime.status import Reason, utc_seconds
 from app.runtime.steps import StepLoop
 from app.runtime.thread import EngineThread
 from app.runtime.ticket import PendingTicket
-
-BOUNDARY_S: Final = 0.25
-"""Seconds that a good moment between two batches is waited for."""
 
 
 class Runtime:
@@ -192,13 +189,8 @@ class Runtime:
             self._log.info("canary_passed", requests=len(canary.cases), **facts)
         return problem
 
-    async def boundary(self) -> None:
-        """Wait until everybody who was admitted is in a batch, if that happens soon."""
-        await self._batcher.handed(BOUNDARY_S, all_of_them=True)
-
     async def serve_alone(self, batch: Batch) -> Sequence[Served]:
-        """Serve a batch of our own after those that were handed in before, and right behind one, if there are any."""
-        await self._batcher.handed(BOUNDARY_S)
+        """Serve a batch of our own after those that were handed in before."""
         done: asyncio.Future[Sequence[Served]] = asyncio.get_running_loop().create_future()
 
         def resolve(_: Batch, served: Sequence[Served]) -> None:

@@ -131,7 +131,6 @@ class Stage:
                 return active
             snapshot, state = await self._composed(resident.snapshot)
             warmed = await self._warmed(snapshot, state, resident.warmed)
-            await self._runtime.boundary()
             snapshot = self._compose(snapshot)  # somebody may have been killed meanwhile
             self._runtime.swap(snapshot, cause)
             self._policies.adopt(state)
