@@ -75,7 +75,7 @@ class ArtifactUpdates:
         self._retries = Retries(time.monotonic)
         self._contracts, self._full = contracts, False  # there was no room for a contract, and it is not time to look
         self._overlay = Overlay(deployment)
-        self._said = self._overlay.document()
+        self._said = self._overlay.document(deployment)  # what a start asks for is no news when it serves
         self.stage = Stage(root, runtime, policies, self._background, composing, compose, ledger, contracts)
         self.told = asyncio.Event()
 

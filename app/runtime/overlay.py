@@ -21,13 +21,13 @@ class Overlay(NamedTuple):
     restart: tuple[str, ...] = ()
     problem: Rejected | None = None
 
-    def document(self, serving: Deployment | None = None) -> dict[str, object]:
-        """As the status shows it. serving: what new requests are served under; until that is this overlay, which has
-        to be loaded, warmed up and cut over to, its state is `preparing`."""
+    def document(self, serving: Deployment | None) -> dict[str, object]:
+        """As the status shows it. serving: what new requests are served under, None where nothing serves yet; until
+        that is this overlay, which has to be loaded, warmed up and cut over to, its state is `preparing`."""
         if self.problem is not None:
             problem = {"code": self.problem.code, "message": self.problem.message, "location": self.problem.location}
             return {"state": "rejected", "reason": problem}
-        if serving is not None and serving != self.deployment:
+        if serving != self.deployment:
             return {"state": "preparing", "restart": list(self.restart)}
         return {"state": "needs restart" if self.restart else "in force", "restart": list(self.restart)}
 

@@ -622,12 +622,13 @@ async def test_a_server_that_starts_with_nothing_or_bad_becomes_ready_without_a_
     shutil.move(root / "weights" / "v1", tmp_path / "v1")
     async with live_server(root, ready=False) as server:
         status = await server.settles(lambda status: any(one.startswith("no_weights") for one in status["reasons"]))
-        assert status["active"] is None
+        assert (status["active"], status["deployment"]["state"]) == (None, "preparing")
         spoiled(root, "v0", "flipped")
         await server.settles(lambda status: any(one.startswith("file_digest") for one in status["reasons"]))
         assert (await ask(server.public, {"context": {"history": []}, "k": 1}, path="/v1/recommend")).status == 503
         shutil.move(tmp_path / "v1", root / "weights" / "v1")
         await server.ready()
+        assert (await server.status())["deployment"] == {"state": "in force", "restart": []}
         assert isinstance(server, LiveServer)
         assert serving("v1", "v1")(await server.status())
         weights(root, "v2", 1)

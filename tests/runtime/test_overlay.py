@@ -41,7 +41,7 @@ def test_the_rest_needs_a_restart_and_is_named(old, new, field):
     found = edited(old, new)
     assert found.restart == (field,)
     assert found.deployment == parse(TEXT)
-    assert found.document() == {"state": "needs restart", "restart": [field]}
+    assert found.document(found.deployment) == {"state": "needs restart", "restart": [field]}
 
 
 @pytest.mark.parametrize(
@@ -50,16 +50,23 @@ def test_the_rest_needs_a_restart_and_is_named(old, new, field):
 def test_a_file_that_cannot_be_used_changes_nothing(text):
     found = overlay(text, TEXT.encode(), parse(TEXT))
     assert found.deployment == parse(TEXT)
-    assert found.document()["state"] == "rejected"
-    assert found.document()["reason"]["code"] == "bad_deployment"
+    assert found.document(found.deployment)["state"] == "rejected"
+    assert found.document(found.deployment)["reason"]["code"] == "bad_deployment"
 
 
 def test_a_file_that_cannot_be_used_leaves_an_earlier_edit_in_force():
     good = edited("batch = 16", "batch = 8")
     found = overlay(b"[limits", TEXT.encode(), parse(TEXT), good.deployment)
-    assert (found.deployment.limits.batch, found.document()["state"]) == (8, "rejected")
+    assert (found.deployment.limits.batch, found.document(found.deployment)["state"]) == (8, "rejected")
     assert overlay(TEXT.encode(), TEXT.encode(), parse(TEXT), good.deployment).deployment == parse(TEXT)
 
 
 def test_an_untouched_file_is_in_force_and_so_is_one_that_came_back():
-    assert overlay(TEXT.encode(), TEXT.encode(), parse(TEXT)).document() == {"state": "in force", "restart": []}
+    untouched = overlay(TEXT.encode(), TEXT.encode(), parse(TEXT))
+    assert untouched.document(parse(TEXT)) == {"state": "in force", "restart": []}
+
+
+def test_nothing_is_in_force_before_something_serves():
+    untouched = overlay(TEXT.encode(), TEXT.encode(), parse(TEXT))
+    assert untouched.document(None) == {"state": "preparing", "restart": []}
+    assert edited("port = 0", "port = 1").document(None) == {"state": "preparing", "restart": ["server.port"]}
