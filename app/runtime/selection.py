@@ -73,13 +73,16 @@ def judge(counts: Tensor, sizes: Sequence[int]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """The rows of one structure: its requests (batch numbers), and their rows laid end to end.
+    """The rows of one structure at one step: its requests (batch numbers), and their rows laid end to end.
 
-    rows  [n] int64 row numbers, or None where they are all rows of the batch in order
+    program  of the step · keep: planned survivors of each request
+    rows     [n] int64 row numbers, or None where they are all rows of the batch in order
     """
 
     structure: Structure
+    program: StepProgram
     requests: tuple[int, ...]
+    keep: tuple[int, ...]
     row_start: tuple[int, ...]
     rows: Tensor | None
 
@@ -116,11 +119,11 @@ class Selection:
         bad_scores = torch.zeros((), dtype=torch.int64, device=self._device)
         bad: Tensor | None = torch.zeros(len(output.logits), dtype=torch.int64, device=self._device)
         ranked: list[_Segment] = []
-        for segment in self._segments(state):
-            if self._takes_logits(t, segment, output, keep):
-                survivors, wrong = self._from_logits(t, segment, output, state, keep)
-            elif self._takes_expressions(t, segment, output, keep):
-                survivors, wrong, broken = self._from_expressions(t, segment, output, state, keep)
+        for segment in self._segments(t, state, keep):
+            if _takes_logits(segment, output):
+                survivors, wrong = self._from_logits(t, segment, output, state)
+            elif _takes_expressions(segment, output):
+                survivors, wrong, broken = self._from_expressions(t, segment, output, state)
                 bad_scores += broken
             else:
                 ranked.append(segment)
@@ -132,7 +135,7 @@ class Selection:
         before = dict(self._failed)
         for segment in ranked:
             try:
-                survivors, wrong = self._from_ranks(t, segment, logits, output, state, keep)
+                survivors, wrong = self._from_ranks(t, segment, logits, output, state)
             except Exception as error:  # noqa: BLE001  an operator of another package, say: whose policy it is, fails
                 self._failed |= dict.fromkeys(segment.requests, Fault.of(error))
                 continue
@@ -141,92 +144,56 @@ class Selection:
         failed = {request: error for request, error in self._failed.items() if request not in before}
         return StepResult(self._together(parts, keep), self._counts(bad, state, bad_scores), failed)
 
-    def _takes_logits(self, t: int, segment: _Segment, output: StepOutput, keep: Sequence[int]) -> bool:
-        """Whether the survivors of a segment come from one read of the logits."""
-        kept = [keep[request] for request in segment.requests]
-        program = segment.structure.steps[t - 1]
-        follows = program.legal is not None and program.generated is None
-        return follows and one_read(output.logits, segment.row_start, kept)
-
-    def _takes_expressions(self, t: int, segment: _Segment, output: StepOutput, keep: Sequence[int]) -> bool:
-        """Whether the kernels compute the ranks of a segment's program, and have been compiled for it."""
-        program = segment.structure.steps[t - 1]
-        if program.generated is None:
-            return False
-        kept = [keep[request] for request in segment.requests]
-        return ranked_ready(
-            output.logits, segment.row_start, kept, normalize=_over(program, output),
-            definitions=program.generated.definitions,
-        )  # fmt: skip
-
     def _from_logits(
-        self, t: int, segment: _Segment, output: StepOutput, state: BatchState, keep: Sequence[int]
+        self, t: int, segment: _Segment, output: StepOutput, state: BatchState
     ) -> tuple[Survivors, Tensor]:
         """Survivors of a step whose program follows the logits, and how many of each row's are bad [n]."""
-        program, rows, log_norm = segment.structure.steps[t - 1], segment.rows, output.log_norm
-        normalize = _over(program, output)
         best = select_logits(
-            _take(output.logits, rows),
-            _take(state.score, rows),
-            _take(state.order, rows),
-            segment.row_start,
-            [keep[request] for request in segment.requests],
-            normalize=normalize,
+            *_operands(segment, output, state),
+            normalize=_over(segment, output),
             mask=self._mask(t, segment, output, state),
-            norm=_take(log_norm, rows) if normalize == "given" and log_norm is not None else None,
+            norm=_norm(segment, output),
         )
-        return self._chosen(t, segment, best, output, state, keep), best.bad.to(torch.int64)
+        return self._chosen(t, segment, best, output, state), best.bad.to(torch.int64)
 
     def _from_expressions(
-        self, t: int, segment: _Segment, output: StepOutput, state: BatchState, keep: Sequence[int]
+        self, t: int, segment: _Segment, output: StepOutput, state: BatchState
     ) -> tuple[Survivors, Tensor, Tensor]:
         """Survivors of a step whose program the kernels compute, how many logits of each row are bad [n], and how many
         scores of all."""
-        program, rows, log_norm = segment.structure.steps[t - 1], segment.rows, output.log_norm
-        own, normalize = program.generated, _over(program, output)
+        program, own = segment.program, segment.program.generated
         assert own is not None, "asked before"
         whole = bool(own.columns) or program.masked or not program.children
         inputs = self._inputs(t, segment, output.logits, output, state, whole=whole)[0]
+        values, columns = own.table(inputs, segment.structure.params), own.dense(inputs, children=program.children)
         best, broken = select_ranked(
-            _take(output.logits, rows),
-            _take(state.score, rows),
-            _take(state.order, rows),
-            segment.row_start,
-            [keep[request] for request in segment.requests],
-            normalize=normalize,
-            ranked=Ranked(
-                own.definitions,
-                own.table(inputs, segment.structure.params),
-                own.dense(inputs, children=program.children),
-            ),
+            *_operands(segment, output, state),
+            normalize=_over(segment, output),
+            ranked=Ranked(own.definitions, values, columns),
             mask=self._mask(t, segment, output, state, inputs if whole else None),
-            norm=_take(log_norm, rows) if normalize == "given" and log_norm is not None else None,
+            norm=_norm(segment, output),
         )
-        survivors = self._chosen(t, segment, best, output, state, keep)
+        survivors = self._chosen(t, segment, best, output, state)
         return survivors, best.bad.to(torch.int64), broken.sum(dtype=torch.int64)
 
-    def _chosen(
-        self, t: int, segment: _Segment, best: Chosen, output: StepOutput, state: BatchState, keep: Sequence[int]
-    ) -> Survivors:
+    def _chosen(self, t: int, segment: _Segment, best: Chosen, output: StepOutput, state: BatchState) -> Survivors:
         """What the kernels chose and prune leaves, with its trie nodes."""
         rows = segment.rows
-        if segment.structure.steps[t - 1].after is not None:
-            best = self._pruned(t, segment, best, output, state, keep)
+        if segment.program.after is not None:
+            best = self._pruned(t, segment, best, output, state)
         at, dead = best.parent.clamp(min=0), best.parent < 0
         before = _take(state.node, rows)[at].masked_fill_(dead, -1)
         node = child_of(self._trie.first, self._trie.code, before, best.code, self._trie.widest[t - 1])
         parent = best.parent if rows is None else rows[at].masked_fill_(dead, -1)
         return Survivors(parent, best.code, best.order, best.score, node, best.n_valid)
 
-    def _pruned(
-        self, t: int, segment: _Segment, best: Chosen, output: StepOutput, state: BatchState, keep: Sequence[int]
-    ) -> Chosen:
+    def _pruned(self, t: int, segment: _Segment, best: Chosen, output: StepOutput, state: BatchState) -> Chosen:
         """What prune leaves, tombstones for the rest: the end of each request."""
-        after, kept = segment.structure.steps[t - 1].after, [keep[request] for request in segment.requests]
+        after = segment.program.after
         assert after is not None, "asked before"
         inputs = self._inputs(t, segment, output.logits, output, state, whole=False)[0]
-        number = _numbers(kept, self._device)
-        first = upload_ints(_starts(kept)[:-1], torch.int64, self._device)
+        number = _numbers(segment.keep, self._device)
+        first = upload_ints(_starts(segment.keep)[:-1], torch.int64, self._device)
         leading = best.score[first.index_select(0, number)]
         stay = after(inputs, best.score, leading, best.parent.clamp(min=0)) & (best.parent >= 0)
         n_valid = torch.zeros_like(best.n_valid).scatter_add_(0, number, stay.to(torch.int64))
@@ -238,17 +205,16 @@ class Selection:
         )
 
     def _from_ranks(
-        self, t: int, segment: _Segment, logits: Tensor, output: StepOutput, state: BatchState, keep: Sequence[int]
+        self, t: int, segment: _Segment, logits: Tensor, output: StepOutput, state: BatchState
     ) -> tuple[Survivors, Tensor]:
         """Survivors of a step by the ranks of its program, and how many scores were bad. logits: all finite or -inf."""
         inputs, child = self._inputs(t, segment, logits, output, state)
-        scored = segment.structure.steps[t - 1].run(inputs)
-        kept = [keep[request] for request in segment.requests]
+        scored = segment.program.run(inputs)
         order = _take(state.order, segment.rows)
-        best = select_top(scored.rank, inputs.code, order, self._sizes[t - 1], segment.row_start, kept)
+        best = select_top(scored.rank, inputs.code, order, self._sizes[t - 1], segment.row_start, segment.keep)
         at, column, dead = best.parent.clamp(min=0), best.column.clamp(min=0), best.parent < 0
         if scored.carry is not None:
-            carried = torch.split(scored.carry[at, column], kept)
+            carried = torch.split(scored.carry[at, column], list(segment.keep))
             self._carry.update(zip(segment.requests, carried, strict=True))
         survivors = Survivors(
             parent=(at if segment.rows is None else segment.rows[at]).masked_fill_(dead, -1),
@@ -264,7 +230,7 @@ class Selection:
         self, t: int, segment: _Segment, output: StepOutput, state: BatchState, inputs: StepInputs | None = None
     ) -> Tensor | None:
         """What may be selected, a bit for each code; None = everything. inputs: where they were made before."""
-        program, rows, trie = segment.structure.steps[t - 1], segment.rows, self._trie
+        program, rows, trie = segment.program, segment.rows, self._trie
         dead = self._excluded[t - 1]
         if not program.masked and program.children:  # then nobody needs the children one by one
             node, request = _take(state.node, rows), _take(state.request, rows)
@@ -280,7 +246,7 @@ class Selection:
 
     def look(self, t: int, output: StepOutput, state: BatchState) -> tuple[StepInputs, Tensor]:
         """What `select` would give the program of a batch of one request, and each candidate's trie node [n, F]."""
-        [segment] = self._segments(state)
+        [segment] = self._segments(t, state, keep=(0,))  # which nothing is taken of
         return self._inputs(t, segment, sanitise(output.logits)[0], output, state)
 
     def _together(self, parts: list[tuple[_Segment, Survivors]], keep: Sequence[int]) -> Survivors:
@@ -294,31 +260,32 @@ class Selection:
         n_valid = torch.zeros(len(keep), dtype=torch.int64, device=device)
         whole = Survivors(parent, code, order, score, node, n_valid)
         for segment, part in parts:
-            into = _spread(segment, out_start, keep, device)
+            into = _spread(segment, out_start, device)
             for mine, values in zip(whole[:-1], part[:-1], strict=True):
                 mine[into] = values
             n_valid[upload_ints(segment.requests, torch.int64, device)] = part.n_valid
         return whole
 
-    def _segments(self, state: BatchState) -> list[_Segment]:
+    def _segments(self, t: int, state: BatchState, keep: Sequence[int]) -> list[_Segment]:
         """Requests by structure, in batch order; requests without rows are in none, nor are those that have failed."""
         present = [r for r in range(len(self._jobs)) if state.row_start[r + 1] > state.row_start[r]]
         present = [r for r in present if r not in self._failed]
-        return [self._segment(requests, state) for requests in _by_structure(present, self._jobs).values()]
+        return [self._segment(t, requests, state, keep) for requests in _by_structure(present, self._jobs).values()]
 
-    def _segment(self, requests: list[int], state: BatchState) -> _Segment:
+    def _segment(self, t: int, requests: Sequence[int], state: BatchState, keep: Sequence[int]) -> _Segment:
         counts = [state.row_start[request + 1] - state.row_start[request] for request in requests]
         rows: Tensor | None = None
         if sum(counts) != state.row_start[-1]:
             ranges = [np.arange(state.row_start[request], state.row_start[request + 1]) for request in requests]
             rows = upload(torch.from_numpy(np.concatenate(ranges)), self._device)
-        return _Segment(self._jobs[requests[0]].plan.structure, tuple(requests), _starts(counts), rows)
+        structure, kept = self._jobs[requests[0]].plan.structure, tuple(keep[request] for request in requests)
+        return _Segment(structure, structure.steps[t - 1], tuple(requests), kept, _starts(counts), rows)
 
     def _inputs(
         self, t: int, segment: _Segment, logits: Tensor, output: StepOutput, state: BatchState, *, whole: bool = True
     ) -> tuple[StepInputs, Tensor]:
         """A program's inputs, and the trie node of each candidate [n, F]; F = 0 where not the `whole` is asked for."""
-        program, rows = segment.structure.steps[t - 1], segment.rows
+        program, rows = segment.program, segment.rows
         node, request = _take(state.node, rows), _take(state.request, rows)
         parent, log_norm, uses = _take(state.score, rows), output.log_norm, program.uses
         grouped = "request" in uses
@@ -337,7 +304,7 @@ class Selection:
             params=self._params[segment.structure.id].index_select(0, request),
             step=t,
             width=self._width[:, t - 1].index_select(0, request),
-            request=_numbered(segment, self._device) if grouped else None,
+            request=_numbers(np.diff(segment.row_start), self._device) if grouped else None,
             order=_take(state.order, rows) if grouped else None,
             widths=tuple(self._jobs[one].plan.widths[t - 1] for one in segment.requests) if grouped else (),
             prefix=_take(state.sids, rows) if "prefix" in uses else None,
@@ -380,11 +347,39 @@ class Selection:
         return counts
 
 
-def _over(program: StepProgram, output: StepOutput) -> str:
+def _takes_logits(segment: _Segment, output: StepOutput) -> bool:
+    """Whether the survivors of a segment come from one read of the logits."""
+    follows = segment.program.legal is not None and segment.program.generated is None
+    return follows and one_read(output.logits, segment.row_start, segment.keep)
+
+
+def _takes_expressions(segment: _Segment, output: StepOutput) -> bool:
+    """Whether the kernels compute the ranks of a segment's program, and have been compiled for it."""
+    own = segment.program.generated
+    return own is not None and ranked_ready(
+        output.logits, segment.row_start, segment.keep, normalize=_over(segment, output), definitions=own.definitions
+    )
+
+
+def _operands(
+    segment: _Segment, output: StepOutput, state: BatchState
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
+    """What the kernels take of a segment's rows: logits, parent, order, row_start, keep."""
+    logits, parent, order = (_take(one, segment.rows) for one in (output.logits, state.score, state.order))
+    return logits, parent, order, segment.row_start, segment.keep
+
+
+def _over(segment: _Segment, output: StepOutput) -> str:
     """What log-probabilities are normalised over, as the kernels have it."""
-    if program.normalize != "full":
-        return program.normalize
+    if segment.program.normalize != "full":
+        return segment.program.normalize
     return "step" if output.log_norm is None else "given"
+
+
+def _norm(segment: _Segment, output: StepOutput) -> Tensor | None:
+    """The log-sum-exp of each row, where `_over` is "given"."""
+    given = output.log_norm if segment.program.normalize == "full" else None
+    return None if given is None else _take(given, segment.rows)
 
 
 def _no_children(node: Tensor) -> Children:
@@ -417,19 +412,14 @@ def _starts(counts: Sequence[int]) -> tuple[int, ...]:
     return (0, *accumulate(counts))
 
 
-def _numbered(segment: _Segment, device: torch.device) -> Tensor:
-    """[n] int64: which of the segment's requests each row belongs to."""
-    return _numbers(np.diff(segment.row_start), device)
-
-
 def _numbers(counts: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
     """[sum of counts] int64: 0 count[0] times, then 1 .."""
     return upload(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), device)
 
 
-def _spread(segment: _Segment, out_start: Sequence[int], keep: Sequence[int], device: torch.device) -> Tensor:
+def _spread(segment: _Segment, out_start: Sequence[int], device: torch.device) -> Tensor:
     """Where a segment's survivors go in the flat batch: [sum of its keep] int64."""
-    ranges = [np.arange(out_start[request], out_start[request] + keep[request]) for request in segment.requests]
+    ranges = [np.arange(out_start[request], out_start[request + 1]) for request in segment.requests]
     return upload(torch.from_numpy(np.concatenate(ranges)), device)
 
 
