@@ -19,7 +19,7 @@ from app.ops.attention import launch as attention
 from app.ops.cuda import Build, files
 from app.ops.gdn import launch as gdn
 from app.ops.selection.geometry import STATIC, Geometry, candidates, first_cluster, fitted
-from app.ops.selection.launch import NORMS, RANKED, SOURCE, TYPES, builds, defines
+from app.ops.selection.launch import NORMS, SOURCE, TYPES, defines, ranked_builds
 
 _OPS: Final = Path(__file__).parent
 
@@ -133,7 +133,7 @@ def of_expressions(needs: Needs, arch: str, steps: Iterable[tuple[int, str, str]
     for codes, normalize, definitions in dict.fromkeys(steps):
         whole = codes * needs.dtype.itemsize % 16 == 0
         for shape in _shapes(needs, codes, needs.dtype.itemsize, GPUS[arch]):
-            found += builds(TYPES[needs.dtype], RANKED, normalize, shape, whole=whole, definitions=definitions)
+            found += ranked_builds(TYPES[needs.dtype], normalize, shape, whole=whole, definitions=definitions)
     return tuple(dict.fromkeys(found))
 
 

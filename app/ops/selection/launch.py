@@ -27,7 +27,6 @@ NORMS = {"step": 1, "valid": 2, "given": 0, "none": 0}
 EARLY = True
 """Whether tail begins while the scan ends, where the GPU can (compute capability 9.0)."""
 
-
 MOST_COLUMNS = 3
 """Columns that a `Ranked` may have (`MOST_COLUMNS` of ranked.cuh)."""
 RANKED = 3
@@ -110,11 +109,9 @@ def defines(kind: int, score: int, norm: int, shape: Geometry, *, mask: bool, wh
 
 
 @lru_cache(maxsize=1024)
-def builds(
-    kind: int, score: int, normalize: str, shape: Geometry, *, mask: bool = True, whole: bool, definitions: str = ""
-) -> tuple[Build, ...]:
-    """The modules of a launch; `defines` says what is given, normalize is of `NORMS`."""
-    made = defines(kind, score, NORMS[normalize], shape, mask=mask, whole=whole)
+def ranked_builds(kind: int, normalize: str, shape: Geometry, *, whole: bool, definitions: str) -> tuple[Build, ...]:
+    """The modules of a launch by a `Ranked`; `defines` says what is given, normalize is of `NORMS`."""
+    made = defines(kind, RANKED, NORMS[normalize], shape, mask=True, whole=whole)
     return tuple(Build.of(SOURCE, **one)._replace(given=definitions) for one in made)
 
 
@@ -125,7 +122,7 @@ def whole_vectors(logits: Tensor) -> bool:
 
 def select(
     logits: Tensor, scores: Scores, order: Tensor, of: Requests, shape: Geometry, *, ancestry: Tensor | None = None,
-    ancestry_out: Tensor | None = None, check: int = 3, early: bool = False,
+    ancestry_out: Tensor | None = None, early: bool = False,
 ) -> Launched:  # fmt: skip
     """Exact top-K of each request under T0 (RecoGEM 4.3), in one read of the logits.
 
@@ -133,7 +130,6 @@ def select(
     order     [n] int64: 0 .. W - 1, distinct among the live rows of a request
     shape     of `layout`, or smaller chunks and clusters that fit
     ancestry  [n, t - 1] int32, and ancestry_out [M, t] int32: the survivors' slots (OneLA 3.3); tombstones get row 0's
-    check     which of scan (1) and tail (2) are launched: measurements leave one out
     early     see EARLY
     """
     device, (n, codes), of_type = logits.device, logits.shape, TYPES[logits.dtype]
@@ -159,7 +155,7 @@ def select(
     )
     stride = 0 if mask is None else mask.stride(0)
     at = [0 if one is None else one.data_ptr() for one in (logits, mask, chunk, ends, norm, parent, order)]
-    if n and check & 1:
+    if n:
         scan = _kernel("scan" if ranked is None else "rank_scan", device, made.scan, definitions)
         counts = (bad.data_ptr(),) if ranked is None else (bad.data_ptr(), broken.data_ptr())
         scan.launch(n, 128, at[0], at[1], at[5], *at[2:5], *counts, codes, stride, shape.chunks, *given)
@@ -170,7 +166,7 @@ def select(
         *(0 if one is None else one.data_ptr() for one in outputs), depth, codes, stride, shape.chunks, *given,
     )  # fmt: skip
     run = follow if early and limits(device.index or 0)[0] else Kernel.launch
-    if count and check & 2:
+    if count:
         tail = _kernel("tail", device, made.tail, definitions, shape.memory)
         room = (shape.places, shape.room, shape.scores, shape.lines, shape.keys, of.most)
         run(tail, count * shape.cluster, 1024, *operands, *room)

@@ -104,7 +104,7 @@ def ranked_ready(
     shape = launch.layout(logits.shape[1], logits.element_size(), of, logits.device)
     kind, whole = launch.TYPES[logits.dtype], launch.whole_vectors(logits)
     assert shape is not None, "one_read"
-    builds = launch.builds(kind, launch.RANKED, normalize, shape, whole=whole, definitions=definitions)
+    builds = launch.ranked_builds(kind, normalize, shape, whole=whole, definitions=definitions)
     return all(cuda.is_ready(one, logits.device) for one in builds)
 
 
