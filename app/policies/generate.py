@@ -14,13 +14,14 @@ from functools import reduce
 
 import numpy as np
 
+from app.ops.selection import MOST_COLUMNS
 from app.policies.check_types import constant
 from app.policies.expr import Binary, Call, Compare, Expr, Field, Logic, Name, Negate, Not, OneOf, Text, show
 from app.policies.generated import Generated
 from app.policies.lower import MAX_PRODUCT, Scope, lower_condition, lower_number
 
-MOST_COLUMNS = 3
-"""Numbers of a candidate that a kernel reads beside its logit, at most."""
+FLOORS = {"min_p": "add(best, {})", "epsilon": "{}"}
+"""Operators of `keep` that leave what reaches a log-probability, by the row's largest, `best`, and that of their p."""
 _BINARY = {"+": "add", "-": "sub", "*": "mul", "/": "div"}
 _CALLS = {"min": "lesser", "max": "larger", "log": "log_of", "exp": "exp_of", "sqrt": "root", "abs": "size_of",
           "sigmoid": "sigmoid"}  # fmt: skip
@@ -31,10 +32,6 @@ _OF_ROWS = frozenset({"param", "user", "ctx"})
 
 class _NoForm(Exception):
     """An expression that the kernels have no form for, and why."""
-
-
-FLOORS = {"min_p": "add(best, {})", "epsilon": "{}"}
-"""Operators of `keep` that leave what reaches a log-probability, by the row's largest, `best`, and that of their p."""
 
 
 def generate(

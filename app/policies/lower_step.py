@@ -21,7 +21,7 @@ from app.policies.lower import Scope, lower_condition, lower_number
 from app.policies.names import Dependence
 from app.policies.operators import Operator, Operators
 from app.policies.plan import Normalize, StepProgram
-from app.policies.program import HEADS, Applied, Limit, Parts, Select, cuts, legality, program, pruning
+from app.policies.program import LEAVE_A_HEAD, Applied, Limit, Parts, Select, cuts, legality, program, pruning
 from app.policies.resolve import Policy, Resolved
 
 _NORMALIZE: dict[str, Normalize] = {"full": "full", "step": "step", "valid": "valid", "none": "none"}
@@ -92,7 +92,7 @@ def _follows_logits(parts: Parts, score: str, precut: str) -> bool:
 
 def _heads(parts: Parts) -> bool:
     """Whether prune leaves a head of each request's order by score, so that the best K may be taken first."""
-    return not parts.prune or (parts.rank is None and all(one.operator.name in HEADS for one in parts.prune))
+    return not parts.prune or (parts.rank is None and all(one.operator.name in LEAVE_A_HEAD for one in parts.prune))
 
 
 def _generated(parts: Parts, phases: Mapping[str, Resolved], scope: Scope) -> Generated | str:

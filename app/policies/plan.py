@@ -99,8 +99,8 @@ class StepProgram:
     precut    class of the exact per-row cut (policy-language 2.3): "R", "L", "M", "E"
     run       masks before scores before ranks; computed in fp32, in the written order. Operators that are more than
               the best by rank (prune, quota, diverse, stochastic, explore) are done here too: what they do not select
-              gets rank -inf, and where they order otherwise the rank is their order. So the caller always takes the
-              best K of `Scored.rank`, and needs no second way
+              gets rank -inf, and where they order otherwise the rank is their order. So the best K of `Scored.rank`
+              are the survivors, whatever the policy; it serves wherever the kernels cannot select without it
     carries   `Scored.carry` is given and must be handed to the next step
     legal     given where the kernels can select without `run`: which candidates may be selected, [n, F] bool; None =
               all of them. Without `generated`, score and rank are parent + logp of the model's own logits (classes R

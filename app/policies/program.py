@@ -125,12 +125,12 @@ def legality(parts: Parts) -> Callable[[StepInputs], Tensor | None]:
     return run
 
 
-HEADS = frozenset({"within", "above"})
+LEAVE_A_HEAD = frozenset({"within", "above"})
 """Operators of `prune` that leave a head of a request's order: the best K can be taken first."""
 
 
 def pruning(parts: Parts) -> Callable[[StepInputs, Tensor, Tensor, Tensor], Tensor]:
-    """Which survivors prune leaves, of operators in HEADS, where the best K by score have been taken already.
+    """Which survivors prune leaves, of operators in LEAVE_A_HEAD, where the best K by score have been taken already.
 
     Takes the inputs of rows, the survivors' scores [M], those of the first of their requests [M], and their rows [M].
     """
