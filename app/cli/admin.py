@@ -12,6 +12,8 @@ from app.errors import WidebeamError
 
 Admin = Annotated[str, typer.Option(help="The admin port, as http://host:port; WIDEBEAM_ADMIN_TOKEN holds the token")]
 TIMEOUT_S: Final = 30.0
+VARIABLE: Final = "WIDEBEAM_ADMIN_TOKEN"
+OTHER: Final = "is this the admin port? It is the server's second one, `server.admin_port`, 8001 by default"
 
 
 class ServerSays(WidebeamError):
@@ -22,7 +24,7 @@ def call(
     admin: str, method: str, path: str, body: dict[str, str] | None = None, timeout_s: float = TIMEOUT_S
 ) -> dict[str, Any]:
     """One call of the admin port. Raises ServerSays with the server's own words."""
-    token = os.environ.get("WIDEBEAM_ADMIN_TOKEN")
+    token = os.environ.get(VARIABLE)
     headers = {"authorization": f"Bearer {token}"} if token else {}
     url = f"{admin.rstrip('/')}/admin/v1/{path}"
     try:
@@ -31,7 +33,13 @@ def call(
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise ServerSays(f"{url}: {error or type(error).__name__}") from error
     if reply.is_error:
-        error_body = document.get("error", {})
-        raise ServerSays(f"{error_body.get('code')}: {error_body.get('message')}", path=error_body.get("path"))
+        given = document.get("error") if isinstance(document, dict) else None
+        failed = given if isinstance(given, dict) else {}
+        said = f"{failed.get('code')}: {failed.get('message')}"
+        if reply.status_code == httpx.codes.UNAUTHORIZED:
+            said += f"; {VARIABLE} " + ("holds none that this server knows" if token else "is not set")
+        if failed.get("message") == "no such path":
+            said = f"{url}: no such path; {OTHER}"
+        raise ServerSays(said, path=failed.get("path"))
     found: dict[str, Any] = document
     return found

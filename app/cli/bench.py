@@ -13,9 +13,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from typer.core import TyperGroup
 
 import app as package
+from app.cli.groups import Listing, group
 from app.cli.load import Result, Target, run_load
 from app.cli.loop import run
 from app.cli.output import JsonFile, print_table, say, to_json
@@ -24,7 +24,7 @@ CLONE = Path(package.__file__).parent.parent
 """Where bench/ lies in a clone. An installed package has none."""
 
 
-class BenchGroup(TyperGroup):
+class BenchGroup(Listing):
     """`load`, and any script of the clone's bench/ by name."""
 
     def resolve_command(self, ctx, args):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201  typer's types are private
@@ -34,7 +34,7 @@ class BenchGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(cls=BenchGroup, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = group("Load a server (`load`), or run a measurement of a clone's bench/ by its name.", BenchGroup)
 
 
 @app.callback()

@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from app.cli.deployment import read_deployment
+from app.cli.groups import group
 from app.cli.output import JsonFlag, print_json, say, tally
 from app.config import Precision
 from app.core import Contract
@@ -22,7 +23,7 @@ from app.runtime.loader import contract_dtype
 from app.runtime.reading import model_files
 from app.vocab.manifest import versions
 
-app = typer.Typer(help="Make, show and check the contract.", no_args_is_help=True, rich_markup_mode=None)
+app = group("Make, show and check the contract.")
 
 Root = Annotated[Path, typer.Option(help="Deployment root")]
 Weights = Annotated[str | None, typer.Option(help="This version instead of the one that a start would take")]

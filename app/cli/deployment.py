@@ -14,7 +14,7 @@ def read_deployment(root: Path) -> Deployment:
     """ROOT/deployment.toml. Raises BadDeployment; one that cannot be read is refused like one that cannot be parsed."""
     file = root / "deployment.toml"
     try:
-        text = read_small(file, MAX_BYTES).decode("utf-8")
+        text = read_small(file, MAX_BYTES, root).decode("utf-8")
     except OSError as error:
         raise BadDeployment(f"cannot be read: {error.strerror}", file=file.name) from error
     except UnicodeDecodeError as error:

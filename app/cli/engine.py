@@ -9,13 +9,14 @@ import typer
 
 from app.cli.compose import available_cores
 from app.cli.contract import Given, Weights, contract_on_gpu
+from app.cli.groups import group
 from app.cli.output import JsonFlag, print_json, print_table, say
 from app.cli.vocab import made_by
 from app.errors import Rejected, counted
 from app.runtime import engine_artifact
 from app.vocab.manifest import home, verify, versions
 
-app = typer.Typer(help="Compile a deployment's kernels beforehand.", no_args_is_help=True, rich_markup_mode=None)
+app = group("Compile a deployment's kernels beforehand.")
 
 Root = Annotated[Path, typer.Option(help="Deployment root")]
 Arch = Annotated[str, typer.Option(help="GPU architecture: sm_80, sm_86, sm_89, sm_90, sm_100, sm_120")]

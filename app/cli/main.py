@@ -8,9 +8,9 @@ from importlib.metadata import version
 from typing import Annotated, Final, NamedTuple
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command as click_command
 
+from app.cli.groups import Listing
 from app.errors import WidebeamError
 
 
@@ -36,7 +36,7 @@ COMMANDS: Final = {
 }
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Listing):
     """Lists the commands from the table; imports one only to run it."""
 
     def resolve_command(self, ctx, args):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201  typer's types are private
@@ -55,7 +55,7 @@ def load(place: str):  # type: ignore[no-untyped-def]  # noqa: ANN201  typer's c
     found = getattr(import_module(f"app.cli.{module}"), attribute)
     if isinstance(found, typer.Typer):
         return click_command(found)
-    single = typer.Typer(add_completion=False)
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
     single.command()(found)
     return click_command(single)
 

@@ -9,6 +9,7 @@ import typer
 
 import app as package
 from app.cli import policy_files
+from app.cli.groups import group
 from app.cli.output import JsonFlag, print_json, say, tally
 from app.cli.policy_diff import diff
 from app.cli.policy_files import Deployed, deployed
@@ -31,7 +32,7 @@ from app.policies.schema import schema as policy_schema
 from app.policies.source import Source
 from app.policies.words import meanings, words
 
-app = typer.Typer(help="Check and explain selection policies.", no_args_is_help=True, rich_markup_mode=None)
+app = group("Check and explain selection policies.")
 
 Root = Annotated[Path, typer.Option(help="Deployment root that gives the contract")]
 PAGES = Path(package.__file__).parent.parent / "docs" / "policies" / "codes"
@@ -45,14 +46,19 @@ def check(
     root: Root = Path(),
     as_json: JsonFlag = False,
 ) -> None:
-    """Check policy files. Exit 0 all good, 1 errors found, 2 wrong usage. Warnings alone exit 0."""
+    """Check policy files. Exit 0 all good, 1 errors found, 2 wrong usage. Warnings alone exit 0.
+
+    All of them on the contract of ROOT: policies of several roots are checked by a call for each.
+    """
     on = deployed(root)
     findings: list[Diagnostic] = []
+    checked: list[str] = []
     for path in paths or [root / "policies"]:
         folder, names = _folder(path)
         if path.is_dir() and not names and folder.traffic is None and not folder.refused:
             raise typer.BadParameter(f"{path} holds no policy files; a root's own are checked by --root {path}")
         loaded = compile_folder(folder, on.contract, on.catalogue, cache=on.cache())
+        checked.append(f"{path}: {', '.join(sorted(names)) or 'traffic'}, on the contract of {root}")
         for name in names:
             findings += [one for one in loaded.policies[name].findings if one not in findings]
         if path.is_dir() or path.name == "traffic.yaml":
@@ -66,6 +72,8 @@ def check(
         print_json([one.data() for one in findings])
     elif findings:
         typer.echo(render(findings))
+    if len(checked) > 1:
+        say("\n".join(checked))
     say(tally(one.rule.severity for one in findings))
     raise typer.Exit(1 if any(one.rule.severity == "error" for one in findings) else 0)
 
@@ -130,7 +138,7 @@ def help_(
     root: Root = Path(),
 ) -> None:
     """Print what a word of the language is, what an operator does, what a code means and how to mend it, or what a name
-    of ROOT is (attr. = all of them); every operator and word where nothing is given."""
+    of ROOT is (`attr.` is all of them); every operator and word where nothing is given."""
     operators = installed()
     if word is None:
         typer.echo(overview(operators))

@@ -8,14 +8,10 @@ from typing import Annotated, Any, Final
 import typer
 
 from app.cli.admin import TIMEOUT_S, Admin, ServerSays, call
+from app.cli.groups import group
 from app.cli.output import JsonFlag, print_json, print_table
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    help="Look at a server's snapshots, promote, roll back.",
-)
+app = group("Look at a server's snapshots, promote, roll back.")
 PIN: Final = "state/pin.json"
 LOOKS: Final = 50
 LOOK_S: Final = 0.1

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from app.cli.deployment import read_deployment
+from app.cli.groups import group
 from app.cli.output import JsonFlag, print_json, print_table, say
 from app.cli.vocab import Root, Version, made_by, new_version
 from app.errors import Rejected, counted
@@ -17,7 +18,7 @@ from app.vocab.artifact import open_vocab
 from app.vocab.manifest import Found, version_key, versions
 from app.vocab.publish import commit, draft
 
-app = typer.Typer(help="Take items down, and look at the lists.", no_args_is_help=True, rich_markup_mode=None)
+app = group("Take items down, and look at the lists.")
 
 SHOWN = 5
 """Ids that a warning names."""

@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from app.cli.deployment import read_deployment
+from app.cli.groups import group
 from app.cli.output import JsonFlag, print_json, print_table, say
 from app.errors import counted
 from app.vocab import inspect as inspection
@@ -28,7 +29,7 @@ from app.vocab.publish import check_free, next_version
 from app.vocab.table import read_table, table_of
 from app.vocab.vocab import Vocab
 
-app = typer.Typer(help="Import, build, inspect and compare catalogues.", no_args_is_help=True, rich_markup_mode=None)
+app = group("Import, build, inspect and compare catalogues.")
 
 Root = Annotated[Path, typer.Option(help="Deployment root", exists=True, file_okay=False)]
 Version = Annotated[str | None, typer.Option(help="Name of the new version; by default the newest's, counted up")]

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from app.cli.deployment import read_deployment
+from app.cli.groups import group
 from app.cli.output import JsonFlag, print_json, progress, say
 from app.cli.vocab import Root, Version, made_by, new_version
 from app.engine.weights import read_entries
@@ -20,7 +21,7 @@ from app.runtime.recording import recorded
 from app.vocab.manifest import Kind
 from app.vocab.publish import Draft, Published, commit, draft
 
-app = typer.Typer(help="Publish model weights into a deployment root.", no_args_is_help=True, rich_markup_mode=None)
+app = group("Publish model weights into a deployment root.")
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 """Never read and never copied: loading a pickle runs whatever code it holds."""

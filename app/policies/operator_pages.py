@@ -23,7 +23,7 @@ def describe(operator: Operator) -> str:
     """One operator for a terminal."""
     whose = f"of {operator.source}" if operator.source else "of Widebeam"
     lines = [f"{operator.signature}   (under `{operator.phase}`, {whose}, version {operator.version})", operator.about]
-    lines += [f"  {arg.name}: {_range(arg)}" for arg in operator.args if _shown(arg)]
+    lines += [f"  {arg.name}: {_range(arg)}" for arg in operator.args if arg.open]
     if operator.phase in OPEN and operator.available:
         lines.append(f"  precut class {_CLASS[operator.precut]}")
     if not operator.available:
@@ -60,7 +60,7 @@ def _section(operator: Operator) -> str:
     text = f"### `{operator.signature}`\n\n{operator.about[0].upper()}{operator.about[1:]}.\n"
     if not operator.available:
         return f"{text}\nNot available in this version.\n"
-    rows = [f"| `{arg.name}` | {_range(arg)} |" for arg in operator.args if _shown(arg)]
+    rows = [f"| `{arg.name}` | {_range(arg)} |" for arg in operator.args if arg.open]
     if rows:
         text += "\n| argument | what it takes |\n| --- | --- |\n" + "\n".join(rows) + "\n"
     if operator.phase in OPEN:
@@ -73,10 +73,6 @@ def _phases() -> dict[str, str]:
     both = {**FINAL_PHASES, **STEP_PHASES}
     takes = [one for one in (*STEP_PHASES, *FINAL_PHASES) if both[one].form in ("operation", "operations")]
     return {name: both[name].about for name in takes}
-
-
-def _shown(arg: Arg) -> bool:
-    return not (arg.form == "number" and arg.low == arg.high)
 
 
 def _range(arg: Arg) -> str:

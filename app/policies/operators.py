@@ -26,6 +26,11 @@ class Arg(NamedTuple):
     param: bool = False
 
     @property
+    def open(self) -> bool:
+        """Whether there is anything to choose: a number that can only have one value is not shown to anybody."""
+        return not (self.form == "number" and self.low == self.high)
+
+    @property
     def text(self) -> str:
         """As a policy writes it, with its default where it has one."""
         if self.form == "field":
@@ -72,7 +77,7 @@ class Operator:
     @property
     def signature(self) -> str:
         """As a policy writes it: `gap(drop)`, `mmr(weight=0.7, pool=200, by=prefix)`."""
-        return f"{self.name}({', '.join(one.text for one in self.args)})"
+        return f"{self.name}({', '.join(one.text for one in self.args if one.open)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class Admission:
         """
         limits = snapshot.contract.limits
         if not 1 <= request.k <= limits.k:
-            raise InvalidRequest(f"k is {request.k}; 1 to {limits.k} are possible", path="$.k")
+            raise InvalidRequest(f"k is {request.k}; 1 to {limits.k} are possible (limits.k)", path="$.k")
         assignment = self._named(request, snapshot) if request.policy is not None else self._assigned(request, snapshot)
         plan = assignment.plan
         if plan is None:

@@ -64,3 +64,13 @@ def test_an_error_of_ours_is_one_line_on_stderr_and_exit_1(error, text, monkeypa
 def test_python_m_app_is_the_same_program():
     done = subprocess.run([*PYTHON, "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout[:9]) == (0, "widebeam ")
+
+
+def test_every_help_is_plain_and_cuts_no_sentence_off():
+    runner = CliRunner()
+    for name in COMMANDS:
+        shown = runner.invoke(app, [name, "--help"], env={"COLUMNS": "80"})
+        assert shown.exit_code == 0, name
+        assert "..." not in shown.output.partition("\n")[2], name
+        assert not {"╭", "│"} & set(shown.output), name
+        assert "completion" not in shown.output, name

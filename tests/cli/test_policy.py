@@ -66,6 +66,19 @@ def test_check_looks_at_traffic_and_at_names(run, tmp_path):
     assert "S016" not in run("check", "policies/base.yaml").stdout
 
 
+def test_of_several_paths_it_is_said_what_was_checked_and_on_which_contract(run, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.yaml").write_text("widebeam: 1\nsteps: {all: {mask: trie}}\n")
+    result = run("check", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert result.exit_code == 0
+    lines = result.stderr.splitlines()
+    assert [line.partition(", on the contract of ")[0] for line in lines[:-1]] == [
+        f"{tmp_path}/a: a",
+        f"{tmp_path}/b: b",
+    ]
+
+
 def test_warnings_alone_exit_0(run, tmp_path):
     (tmp_path / "policies" / "feed.yaml").write_text("widebeam: 1\nwidths: [100, 100, 100]\n")
     result = run("check")
@@ -107,7 +120,7 @@ def test_help_prints_what_an_operator_takes_and_lists_them_all(run, monkeypatch)
         "top_p(p)   (under `keep`, of Widebeam, version 1)",
         "codes while the mass of better ones is below p",
     ]
-    assert "diverse(groups, penalty, history=0)" in run("help").stdout
+    assert "diverse(groups, penalty)" in run("help").stdout
     slip = run("help", "topp")
     assert slip.exit_code == 2
     assert "did you mean `top_p`?" in " ".join(slip.stderr.replace("│", " ").split())

@@ -8,6 +8,7 @@ import json
 from typer.testing import CliRunner
 
 from app.cli.main import app
+from tests.api.support import served
 from tests.live_support import live_server
 from tests.runtime.test_cutover import serving, weights, world
 
@@ -66,6 +67,22 @@ async def test_a_second_rollback_without_an_id_is_refused_and_names_what_there_i
         await server.settles(serving("v1"))
         assert (await cli(server, "pin")).exit_code == 0
         assert "a pin stands" in str((await cli(server, "rollback")).exception)
+
+
+async def test_a_wrong_token_and_the_wrong_port_are_said(tmp_path, monkeypatch):
+    monkeypatch.delenv("WIDEBEAM_ADMIN_TOKEN", raising=False)
+    (tmp_path / "admin.tokens").write_text("read r\n")
+    async with served(root=tmp_path, admin_tokens="admin.tokens") as server:
+
+        async def said(url):
+            found = await asyncio.to_thread(CliRunner().invoke, app, ["snapshot", "list", "--admin", url])
+            assert found.exit_code == 1
+            return str(found.exception)
+
+        assert (await said(server.addresses.admin)).endswith("; WIDEBEAM_ADMIN_TOKEN is not set")
+        monkeypatch.setenv("WIDEBEAM_ADMIN_TOKEN", "wrong")
+        assert (await said(server.addresses.admin)).endswith("; WIDEBEAM_ADMIN_TOKEN holds none that this server knows")
+        assert "no such path; is this the admin port?" in await said(server.addresses.public)
 
 
 async def test_a_server_that_is_not_there_is_said_in_a_sentence():

@@ -25,6 +25,11 @@ def test_each_operator_is_described_with_its_ranges(operator):
             assert f"  {arg.name}: " in text
 
 
+def test_an_argument_that_can_only_have_one_value_is_shown_nowhere():
+    assert BUILT_IN["diverse"].signature == "diverse(groups, penalty)"
+    assert "history" not in describe(BUILT_IN["diverse"])
+
+
 def test_the_overview_has_what_can_be_used_with_whose_it_is_and_what_cannot_with_the_reason():
     own = replace(BUILT_IN["top_p"], name="mine", source="some-package")
     operators = replace(BUILT_IN, known={**BUILT_IN.known, "mine": own}, broken={"theirs": "it is broken"})

@@ -267,6 +267,8 @@ async def test_bad_requests_are_the_clients_and_nothing_is_pinned():
             with pytest.raises(InvalidRequest) as bad:
                 world.ask("i1", **fields)
             assert bad.value.path == path
+        with pytest.raises(InvalidRequest, match=r"1 to \d+ are possible \(limits\.k\)"):
+            world.ask("i1", k=10**6)
 
 
 async def test_equal_request_ids_are_two_requests():
