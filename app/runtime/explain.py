@@ -47,23 +47,23 @@ class Watched:
 
 
 @torch.inference_mode()
-def explain(job: Job, lane: Transition, answer: Ranked) -> Explanation:
+def explain(job: Job, transition: Transition, answer: Ranked) -> Explanation:
     """Run an answered job again and say what happened to its candidates and to the items that it asks about.
 
-    lane: state memory that nobody else uses meanwhile. Engine thread only.
+    transition: over state memory that nobody else uses meanwhile. Engine thread only.
     """
-    seen, state = watch(job, lane)
+    seen, state = watch(job, transition)
     [again] = rank_items([job], state.finalists(), job.snapshot.vocab, len(seen))
     items = fates(job, seen, state, job.request.explain or ())
     return Explanation(tuple(map(_told, seen)), items, _mismatch(answer, again))
 
 
 @torch.inference_mode()
-def watch(job: Job, lane: Transition) -> tuple[list[Watched], BatchState]:
-    """Run a job alone, step by step, and keep what its policy was given and did. lane: as `explain`."""
+def watch(job: Job, transition: Transition) -> tuple[list[Watched], BatchState]:
+    """Run a job alone, step by step, and keep what its policy was given and did. transition: as `explain`."""
     snapshot = job.snapshot
     engine, steps = snapshot.engine, len(snapshot.contract.steps)
-    state = BatchState(lane, 1, steps, engine.device)
+    state = BatchState(transition, 1, steps, engine.device)
     selection = Selection([job], snapshot.trie, snapshot.contract.sizes, engine.device)
     output = engine.encode(batch_inputs(engine.input_specs(), [job.inputs], engine.device), state.arena)
     seen: list[Watched] = []

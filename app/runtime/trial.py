@@ -51,7 +51,7 @@ class Trial:
         """deployment: one that lets requests name their policy."""
         self._snapshot, self._admission = snapshot, Admission(deployment)
         arena = snapshot.engine.new_arena(snapshot.contract.limits)
-        self._lane: Transition = TRANSITIONS["ancestry"](arena, snapshot.contract.states)
+        self._transition: Transition = TRANSITIONS["ancestry"](arena, snapshot.contract.states)
 
     def ask(self, request: Request) -> tuple[Tried, Job, list[Watched], BatchState]:
         """The answer, and the run that gave it. Raises InvalidRequest."""
@@ -61,7 +61,7 @@ class Trial:
             request, Present(), self._snapshot, choice.plan, own.inputs, choice.planned, own.excluded, own.seen, 0.0,
             own.fields,
         )  # fmt: skip
-        steps, state = watch(job, self._lane)
+        steps, state = watch(job, self._transition)
         [ranked] = rank_items([job], state.finalists(), self._snapshot.vocab, len(steps))
         found = len(ranked.items)
         status = "no_candidates" if not found else "underfilled" if found < request.k else "ok"
