@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 import typer
 
 from app.cli.deployment import read_deployment
 from app.cli.groups import group
-from app.cli.output import JsonFlag, print_json, say, tally
+from app.cli.output import JsonFlag, print_json, print_table, say, tally
 from app.config import Precision
 from app.core import Contract
 from app.engine.registry import family
-from app.errors import BadDeployment, Rejected
+from app.errors import BadDeployment, Rejected, counted
 from app.policies.plugins import installed
-from app.runtime.contracts import Contracts, Made, encode
+from app.runtime.contracts import Contracts, Made
 from app.runtime.desired import wishes
 from app.runtime.gate import Finding, Report, examine
 from app.runtime.loader import contract_dtype
@@ -28,6 +28,8 @@ app = group("Make, show and check the contract.")
 Root = Annotated[Path, typer.Option(help="Deployment root")]
 Weights = Annotated[str | None, typer.Option(help="This version instead of the one that a start would take")]
 
+SHOWN: Final = ("batch", "rows", "context", "k", "queue", "rollback")
+"""The limits that are one number each; the widths are the steps'."""
 Given = Annotated[Precision | None, typer.Option(help="Instead of deployment.toml's")]
 
 
@@ -60,12 +62,13 @@ def generate(
 
 @app.command()
 def show(root: Root = Path(), weights: Weights = None, precision: Given = None, as_json: JsonFlag = False) -> None:
-    """Print the contract of a root; it is made, and stored, where there is none yet."""
+    """Say what the contract of a root is; --json prints the whole document. It is made, and stored, where there is none
+    yet."""
     made = _made(root, weights, precision)
     if as_json:
         print_json(made.document)
-        return
-    typer.echo(encode(made.document).decode().rstrip())
+    else:
+        print_table(("part", "value"), _parts(made))
 
 
 @app.command()
@@ -116,6 +119,25 @@ def _made(
     dtype = contract_dtype(deployment, precision)
     files = model_files(chosen[0].directory)
     return Contracts(root).make(family(deployment.family), files, deployment, dtype, anew=anew, store=store)
+
+
+def _parts(made: Made) -> list[tuple[str, str]]:
+    """What a person asks of a contract first."""
+    contract, planned, bindings = made.contract, made.document["workspace"], made.document["weights"]
+    assert isinstance(planned, dict)
+    assert isinstance(bindings, list)
+    tensors = f"{counted(len(bindings), 'parameter')} bound to {counted(len(contract.weights), 'tensor')}"
+    return [
+        ("contract", contract.id),
+        ("stored", str(made.file) if made.file else "no"),
+        ("family", contract.family),
+        ("precision", contract.precision),
+        *((f"step {one.t}", f"{counted(one.codes, 'code')}, beams up to {one.width}") for one in contract.steps),
+        *((f"limits.{name}", f"{getattr(contract.limits, name):,}") for name in SHOWN),
+        *((f"function {name}", state) for name, state in _summary(made).items()),
+        ("weights", tensors),
+        *((f"workspace.{name}", "not known" if value is None else f"{value:,}") for name, value in planned.items()),
+    ]
 
 
 def _summary(made: Made) -> dict[str, str]:

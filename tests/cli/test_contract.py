@@ -60,8 +60,15 @@ def test_generate_check_only_writes_nothing_and_fails_where_the_stored_one_is_an
 def test_show_prints_the_contract(root):
     code, out, _ = run("show", "--root", root, "--json")
     assert (code, json.loads(out)) == (0, json.loads(stored(root).read_text()))
+    document = json.loads(out)
     code, out, _ = run("show", "--root", root)
-    assert (code, json.loads(out)["id"]) == (0, stored(root).stem)
+    shown = dict(line.strip().split(maxsplit=1) for line in out.splitlines() if len(line.split()) > 1)
+    assert (code, shown["contract"], shown["family"]) == (0, stored(root).stem, "onerec")
+    assert shown["weights"].startswith(f"{len(document['weights'])} parameters bound to ")
+    assert shown["limits.batch"] == str(document["limits"]["batch"])
+    assert shown["workspace.arena_bytes"] == f"{document['workspace']['arena_bytes']:,}"
+    assert "6 codes, beams up to 64" in out
+    assert len(out.splitlines()) < 40
 
 
 def test_check_reports_everything_and_exits_1_for_errors_only(root):
