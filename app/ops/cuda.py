@@ -111,9 +111,11 @@ _EARLY = _Attribute(id=6, value=1)
 
 
 def _launch_early(function: int, blocks: int, threads: int, memory: int, stream: int, arguments: Iterable[Any]) -> None:
-    """CuPy's launch with an attribute, which CuPy's cannot have."""
-    held = [ctypes.c_longlong(x) if isinstance(x, int) else ctypes.create_string_buffer(x.tobytes()) for x in arguments]
-    places = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+    """CuPy's launch with an attribute, which CuPy's cannot have. An argument begins where its eight bytes do."""
+    given = [x if isinstance(x, int) else int.from_bytes(x.tobytes(), "little") for x in arguments]
+    held = (ctypes.c_longlong * len(given))(*given)
+    first = ctypes.addressof(held)
+    places = (ctypes.c_void_p * len(given))(*range(first, first + 8 * len(given), 8))
     sizes = ((ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(threads, 1, 1))
     config = _Config(*sizes, memory, stream, ctypes.pointer(_EARLY), 1)
     if error := _driver().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), places, None):

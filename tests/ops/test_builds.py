@@ -22,6 +22,17 @@ from app.ops.selection import launch, radix
 from app.ops.selection.geometry import requests as requests_of
 
 SIZES, WIDTH, BATCH = (64, 300, 8192), 512, 48
+MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+OVER_LOGITS = given(
+    arch=st.sampled_from(sorted(GPUS)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    requests=st.integers(1, BATCH),
+    widest=st.integers(1, WIDTH),
+    keep=st.integers(1, WIDTH),
+    codes=st.sampled_from(SIZES),
+    normalize=st.sampled_from(["step", "valid", "none", "given"]),
+    masked=st.booleans(),
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +56,9 @@ def asked():
             cuda, "entry", lambda build, name, device, memory=0: found.append(build) or Kernel(None, 0, memory)
         )
         patch.setattr(cuda, "unfit", lambda _: None)
-        patch.setattr(Kernel, "launch", lambda *_: None)
+        patch.setattr(Kernel, "launch", lambda *_, early=False: None)
         patch.setattr(launch, "limits", limits)
         patch.setattr(radix, "limits", limits)
-        patch.setattr(launch, "follow", lambda *_: None)
         yield seen
 
 
@@ -62,17 +72,8 @@ def missing(asked, dtype, **changes):
     return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    arch=st.sampled_from(sorted(GPUS)),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-    requests=st.integers(1, BATCH),
-    widest=st.integers(1, WIDTH),
-    keep=st.integers(1, WIDTH),
-    codes=st.sampled_from(SIZES),
-    normalize=st.sampled_from(["step", "valid", "none", "given"]),
-    masked=st.booleans(),
-)
+@MANY
+@OVER_LOGITS
 def test_selection_from_logits_asks_for_nothing_else(
     asked, arch, dtype, requests, widest, keep, codes, normalize, masked
 ):
@@ -90,17 +91,8 @@ def test_selection_from_logits_asks_for_nothing_else(
     assert missing(asked, dtype) == set()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    arch=st.sampled_from(sorted(GPUS)),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-    requests=st.integers(1, BATCH),
-    widest=st.integers(1, WIDTH),
-    keep=st.integers(1, WIDTH),
-    codes=st.sampled_from(SIZES),
-    normalize=st.sampled_from(["step", "valid", "none", "given"]),
-    masked=st.booleans(),
-)
+@MANY
+@OVER_LOGITS
 def test_ranks_by_expressions_ask_for_what_their_policy_added(
     asked, arch, dtype, requests, widest, keep, codes, normalize, masked
 ):
@@ -128,7 +120,7 @@ def test_ranks_by_expressions_ask_for_what_their_policy_added(
     asked.builds.clear()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@MANY
 @given(
     arch=st.sampled_from(sorted(GPUS)),
     requests=st.integers(1, BATCH),

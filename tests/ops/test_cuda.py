@@ -1,9 +1,12 @@
-"""Sources of kernels: their parts."""
+"""Sources of kernels: their parts; and what an early launch gives the driver."""
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from app.ops import cuda
@@ -54,3 +57,26 @@ def test_the_compilers_words_name_the_line_of_the_source(source):
         pytest.skip("NVRTC is not installed")
     with pytest.raises(CompileError, match=r"one\.cu\(4\)"):
         compiled(cuda.text(source), ("-arch=sm_90",))
+
+
+def test_an_early_launch_gives_every_argument_at_the_address_of_its_type(monkeypatch):
+    """As a kernel reads them: `long long`, `float` and `int`, each from its own place."""
+    found = []
+
+    def launched(config, function, places, _):
+        own = config._obj
+        found.append((tuple(own.grid), tuple(own.block), own.memory, own.stream, own.attributes[0].id, own.count))
+        found.append(function.value)
+        kinds = (ctypes.c_longlong, ctypes.c_float, ctypes.c_int, ctypes.c_longlong)
+        found.append([kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)])
+        return 0
+
+    monkeypatch.setattr(cuda, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launched))
+    cuda._launch_early(7, 3, 128, 1024, 5, (2**47 + 3, np.float32(-1.5), np.int32(-9), -1))
+    assert found == [((3, 1, 1), (128, 1, 1), 1024, 5, 6, 1), 7, [2**47 + 3, -1.5, -9, -1]]
+
+
+def test_an_early_launch_that_the_driver_refuses_is_an_error(monkeypatch):
+    monkeypatch.setattr(cuda, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=lambda *_: 701))
+    with pytest.raises(RuntimeError, match="701"):
+        cuda._launch_early(7, 1, 32, 0, 5, ())

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from app.ops import cuda
 from app.ops.cuda import Build, Kernel
-from app.ops.selection.following import follow
 from app.ops.selection.geometry import Geometry, Requests, geometry
 
 SOURCE = Path(__file__).with_name("chunk.cu")
@@ -165,11 +164,10 @@ def select(
         *at, *(one.data_ptr() for one in of[:3]), 0 if ancestry is None else ancestry.data_ptr(),
         *(0 if one is None else one.data_ptr() for one in outputs), depth, codes, stride, shape.chunks, *given,
     )  # fmt: skip
-    run = follow if early and limits(device.index or 0)[0] else Kernel.launch
     if count:
         tail = _kernel("tail", device, made.tail, definitions, shape.memory)
         room = (shape.places, shape.room, shape.scores, shape.lines, shape.keys, of.most)
-        run(tail, count * shape.cluster, 1024, *operands, *room)
+        tail.launch(count * shape.cluster, 1024, *operands, *room, early=early and limits(device.index or 0)[0])
     return Launched(row, code, place, score, n_valid, bad, broken)
 
 
