@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, inspect
 
-from app.errors import BadDeployment, counted
+from app.errors import BadDeployment, LeadsOut, counted
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -188,10 +188,26 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     load: Load = Load()
 
 
-def read_small(file: Path, most: int) -> bytes:
-    """At most `most` bytes of a regular file. Raises OSError; anything else than a regular file (a FIFO would make its
-    reader wait for ever) is one."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether a path that is written as one below a folder is none, links followed. What it leads to need not be."""
+    try:
+        return not path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a link that leads to itself
+        return True
+
+
+def open_inside(file: Path, folder: Path | None) -> int:
+    """A descriptor for reading, which never waits for a writer. Links may lead anywhere inside the folder and nowhere
+    else; None: anywhere. Raises OSError, LeadsOut of those before anything is opened."""
+    if folder is not None and leads_out(file, folder):
+        raise LeadsOut
+    return os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def read_small(file: Path, most: int, folder: Path | None = None) -> bytes:
+    """At most `most` bytes of a regular file, -1 = all; folder: of `open_inside`. Raises OSError; anything else than a
+    regular file (a FIFO would make its reader wait for ever) is one."""
+    descriptor = open_inside(file, folder)
     with os.fdopen(descriptor, "rb") as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "is no regular file")

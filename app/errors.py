@@ -149,8 +149,18 @@ DISK: Final = frozenset(
 """What an operating system says where nothing is wrong with a file: it may be there the next time."""
 
 
+class LeadsOut(OSError):
+    """Links lead out of the folder that a file is said to lie in: it is not opened, whatever lies there."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ELOOP, "is a link that leads out of its folder, which is never followed")
+
+
 def unreadable(error: OSError, code: str, location: str | None) -> Rejected:
-    """A file that cannot be read: "disk_error" where that says nothing about the file, else `code`."""
+    """A file that cannot be read: "path_escape" where it was not opened, "disk_error" where that says nothing about the
+    file, else `code`."""
+    if isinstance(error, LeadsOut):
+        return Rejected("path_escape", str(error.strerror), location=location)
     code = "disk_error" if error.errno in DISK else code
     return Rejected(code, f"cannot be read: {error.strerror or error}", location=location)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 from pathlib import Path
 from typing import Final, Literal, Protocol
 from urllib.parse import urlsplit
@@ -47,8 +48,10 @@ class Tokens:
     """The tokens of a file, read again when it changes. A file that is missing or has a bad line gives no tokens at
     all: a half-written file must not leave an old token valid, and must not let anybody in."""
 
-    def __init__(self, file: Path | None, log: Log) -> None:
+    def __init__(self, file: Path | None, log: Log, root: Path | None = None) -> None:
+        """root: of the deployment; a file that is named as one below it is not opened where links lead out of it."""
         self._file = file
+        self._root = root if root is not None and file is not None and _is_named_below(file, root) else None
         self._log = log
         self._seen: tuple[int, ...] | None = None
         self._tokens: dict[bytes, Right] = {}
@@ -76,10 +79,15 @@ class Tokens:
 
     def _read(self, file: Path) -> dict[bytes, Right]:
         try:
-            return parse_tokens(read_small(file, MAX_TOKEN_FILE + 1).decode())
+            return parse_tokens(read_small(file, MAX_TOKEN_FILE + 1, self._root).decode())
         except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
             self._log.warning("admin_tokens_unusable", file=str(file), reason=_reason(error))
             return {}
+
+
+def _is_named_below(file: Path, folder: Path) -> bool:
+    """By its name alone, whatever links do: `..` is followed, links are not."""
+    return Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder))  # noqa: PTH100  `absolute` keeps `..`
 
 
 def _reason(error: OSError | ValueError) -> str:

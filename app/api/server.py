@@ -180,7 +180,7 @@ def _announce(addresses: Addresses, log: Log, on_ready: Callable[[Addresses], No
 
 def _tokens(server: Server, root: Path, log: Log) -> Tokens | None:
     if server.admin_auth == "token":
-        return Tokens(None if server.admin_tokens is None else root / server.admin_tokens, log)
+        return Tokens(None if server.admin_tokens is None else root / server.admin_tokens, log, root)
     if not is_loopback(server.host):
         raise BadDeployment(
             f'`admin_auth = "none"` is allowed on loopback only, and host is {server.host!r}', file="deployment.toml"

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from app.config import open_inside
 from app.errors import Rejected, counted, unreadable
 
 MAX_HEADER: Final = 4 << 20
@@ -78,7 +79,7 @@ class Reader:
         """Open a file and read its header. Raises as `read_header`."""
         self._file, self._digest = file, _Beside()
         try:
-            self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._descriptor = open_inside(file, file.parent)
         except OSError as error:
             raise unreadable(error, "unreadable", file.name) from error
         try:

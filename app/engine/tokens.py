@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from app.config import SidConfig
+from app.config import SidConfig, read_small
 from app.errors import Rejected, counted, unreadable
 
 Ids = npt.NDArray[np.int64]
@@ -145,9 +145,9 @@ def _optional(file: Path) -> object:
 
 
 def read_json(file: Path) -> object:
-    """A JSON file of a weights version. Raises Rejected("unreadable" | "bad_json") with the file."""
+    """A JSON file of a weights version. Raises Rejected("unreadable" | "path_escape" | "bad_json") with the file."""
     try:
-        value: object = json.loads(file.read_text("utf-8"))
+        value: object = json.loads(read_small(file, -1, file.parent).decode("utf-8"))
     except OSError as error:
         raise unreadable(error, "unreadable", file.name) from error
     except (ValueError, RecursionError) as error:

@@ -18,14 +18,14 @@ from typing import Final, NamedTuple
 import msgspec
 import torch
 
-from app.config import Deployment
+from app.config import Deployment, leads_out
 from app.core import Contract
 from app.engine import facts
 from app.engine.apart import export_apart
 from app.engine.families.base import Family, ModelFiles
 from app.engine.fp8 import carrier, precision_name
 from app.engine.functions import Function, check_stored
-from app.errors import Rejected
+from app.errors import LeadsOut, Rejected, unreadable
 from app.runtime import state_dir
 from app.runtime.contract import BESIDE, Parts, contract_id, contract_of, make_parts
 from app.runtime.logs import Log
@@ -152,6 +152,9 @@ class Contracts:
             if made.document["made_for"] == key:
                 return made.functions
         for folder, place in self._folders(deployment):
+            if leads_out(folder, folder.parent):
+                found[place] = unreadable(LeadsOut(), "unreadable", place)
+                continue
             for one in _made_for(key, folder, place, found):
                 try:  # a file says itself what it was made for: whether that can be true is looked at
                     check_stored(family, one.functions, deployment.sid.sizes)
@@ -169,7 +172,7 @@ class Contracts:
         for folder, place in self._folders(deployment):
             file = folder / f"{contract_id}.json"
             try:
-                if file.exists() and read(file, place).made_for == key:
+                if not leads_out(folder, folder.parent) and file.exists() and read(file, place).made_for == key:
                     return file
             except Rejected as error:
                 found[error.location] = error
@@ -185,6 +188,8 @@ class Contracts:
         for folder, place in self._folders(deployment):
             file = folder / f"{new_id}.json"
             try:
+                if leads_out(folder, folder.parent):
+                    raise LeadsOut
                 state_dir.write(file, encode(document))
                 file.chmod(0o644)
             except OSError as error:
@@ -237,7 +242,7 @@ def _made_for(key: str, folder: Path, place: str, found: dict[str | None, Reject
 
 
 def _bytes(file: Path, place: str) -> bytes:
-    data = None if file.is_symlink() else state_dir.read(file)
+    data = state_dir.read(file, file.parent.parent)
     if data is None:
         raise Rejected("contract_unreadable", "cannot be read, or is no regular file of at most 4 MiB", location=place)
     return data

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from app.config import read_small
-from app.errors import Rejected
+from app.errors import Rejected, unreadable
 from app.vocab.manifest import Found, Kind, Manifest, is_version, versions
 
 MAX_FILE = 1 << 20
@@ -51,11 +51,11 @@ def places(root: Path, state_dir: Path) -> tuple[tuple[Path, str], ...]:
 def asked(file: Path, place: str) -> dict[Kind, str]:
     """What a pin or release.json asks for; {} where there is none. Raises Rejected where it cannot be understood."""
     try:
-        text = read_small(file, MAX_FILE + 1)
+        text = read_small(file, MAX_FILE + 1, file.parent)
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise Rejected("unreadable", f"cannot be read: {error.strerror}", location=place) from error
+        raise unreadable(error, "unreadable", place) from error
     if len(text) > MAX_FILE:
         raise Rejected("too_large", f"more than {MAX_FILE} bytes", location=place)
     try:

@@ -21,7 +21,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from app.config import read_small
 from app.core import Context, History, HistoryIds, Ranked, Request, TokenIds
-from app.errors import InvalidRequest, Rejected, WidebeamError, counted
+from app.errors import InvalidRequest, Rejected, WidebeamError, counted, unreadable
 from app.policies.compile import compile_policy
 from app.policies.plan import Plan
 from app.policies.source import Source
@@ -100,11 +100,11 @@ Serve = Callable[[Batch], Awaitable[Sequence[Served]]]
 def read_canary(directory: Path, kind: Kind) -> Canary | None:
     """What a version expects; None where it expects nothing. Raises Rejected("canary_invalid") with the line."""
     try:
-        data = read_small(directory / FILE, MAX_FILE + 1)
+        data = read_small(directory / FILE, MAX_FILE + 1, directory)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise Rejected("file_unreadable", f"cannot be read: {error.strerror}", location=FILE) from error
+        raise unreadable(error, "file_unreadable", FILE) from error
     lines = data.splitlines()
     if len(data) > MAX_FILE or not 2 <= len(lines) <= MAX_CASES + 1:
         raise Rejected("canary_invalid", f"a head, 1 to {MAX_CASES} requests, {MAX_FILE} bytes at most", location=FILE)

@@ -6,6 +6,7 @@ operator posted, kept under state/. Nothing is compiled and nothing else is read
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -13,19 +14,21 @@ from typing import Final, NamedTuple
 import msgspec
 
 from app.config import read_small
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, LeadsOut
 from app.runtime import state_dir
 
 FILE: Final = "KILL"
 MAX_BYTES: Final = 64 * 1024
 MAX_NAMES: Final = 1000
+NO_FOLDER: Final = "is in a folder that is not there"
 MAX_NAME: Final = 128
 
 
 class Read(NamedTuple):
-    """What the disk says: listed, posted None = cannot be read. posts: how often somebody had posted before."""
+    """What the disk says: listed a text = why it cannot be used, posted None = cannot be read. posts: how often
+    somebody had posted before."""
 
-    listed: frozenset[str] | None
+    listed: frozenset[str] | str
     posted: frozenset[str] | None
     posts: int
 
@@ -38,7 +41,9 @@ class KillSwitch:
         self._listed: frozenset[str] = frozenset()
         self._posted: frozenset[str] = frozenset()
         self._posts = 0
-        self.unreadable = self.unlistable = False
+        self.unreadable = False
+        self.unlistable = ""
+        """Why the KILL file cannot be used; "" where it can be."""
         self.take(self.read())
 
     @property
@@ -53,8 +58,10 @@ class KillSwitch:
 
     def take(self, read: Read) -> frozenset[str]:
         """Let a read count; the names now. Where somebody posted after it was begun, the post counts."""
-        self._listed = self._listed if read.listed is None else read.listed
-        self.unreadable, self.unlistable = read.posted is None, read.listed is None
+        self._listed, self.unlistable = (
+            (self._listed, read.listed) if isinstance(read.listed, str) else (read.listed, "")
+        )
+        self.unreadable = read.posted is None
         if read.posted is not None and read.posts == self._posts:
             self._posted = read.posted
         return self.names
@@ -81,7 +88,7 @@ class KillSwitch:
         both = [(name, f"policies/{FILE}") for name in self._listed]
         both += [(name, f"state/{state_dir.KILLED}") for name in self._posted]
         if self.unlistable:
-            both.append(("?", f"policies/{FILE}, which cannot be read: what it listed before counts"))
+            both.append(("?", f"policies/{FILE}, which {self.unlistable}: what it listed before counts"))
         if self.unreadable:
             both.append(("?", f"state/{state_dir.KILLED}, which cannot be read: who was killed there is not known"))
         return [{"name": name, "by": by} for name, by in sorted(both)]
@@ -95,20 +102,22 @@ def _checked(names: Iterable[str]) -> frozenset[str]:
     return found
 
 
-def _read_list(file: Path) -> frozenset[str] | None:
-    """The names of a KILL file; empty where there is none, None where it cannot be read."""
+def _read_list(file: Path) -> frozenset[str] | str:
+    """The names of a KILL file below a root; empty where there is none, or why it cannot be used."""
     try:
-        text = read_small(file, MAX_BYTES).decode("utf-8", "replace")
-    except FileNotFoundError:
-        return frozenset() if file.parent.is_dir() else None  # a folder that is being replaced revives nobody
-    except OSError:
-        return None
-    words = (line.partition("#")[0].strip() for line in text.splitlines())
+        data = read_small(file, MAX_BYTES + 1, file.parent.parent)
+    except FileNotFoundError:  # a folder that is being replaced revives nobody
+        return frozenset() if file.parent.is_dir() else NO_FOLDER
+    except OSError as error:
+        return str(error.strerror) if isinstance(error, LeadsOut) else f"cannot be read ({error.strerror})"
+    if len(data) > MAX_BYTES:
+        return f"has more than {MAX_BYTES} bytes"
+    words = (line.partition("#")[0].strip() for line in data.decode("utf-8", "replace").splitlines())
     return frozenset(word for word in words if word and len(word) <= MAX_NAME)
 
 
 def _read_posted(file: Path) -> frozenset[str] | None:
-    if not file.exists():
+    if not os.path.lexists(file):
         return frozenset()
     data = state_dir.read(file)
     try:

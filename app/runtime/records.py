@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from app.config import read_small
 from app.core import Embeddings, HistoryIds, Outcome, Request, TokenIds
 from app.policies.assign import u64
 from app.runtime import state_dir
@@ -87,7 +88,7 @@ def _own_key(state: Path, log: Log) -> bytes:
     try:
         if not file.exists():
             state_dir.create(file, secrets.token_hex(32).encode())
-        key = file.read_bytes().strip()
+        key = read_small(file, state_dir.MAX_FILE, state).strip()
     except OSError as error:
         log.warning("unit_salt_unusable", file=str(file), message=error.strerror, effect="this process uses its own")
         return secrets.token_hex(32).encode()

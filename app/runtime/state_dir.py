@@ -118,10 +118,11 @@ def clean(folder: Path) -> None:
                 path.unlink()
 
 
-def read(path: Path) -> bytes | None:
-    """A small file, or None where it is not there, too large or cannot be read."""
+def read(path: Path, folder: Path | None = None) -> bytes | None:
+    """A small file, or None where it is not there, too large or cannot be read. folder: which links may not lead out
+    of; without it that of the file."""
     try:
-        data = read_small(path, MAX_FILE + 1)
+        data = read_small(path, MAX_FILE + 1, folder or path.parent)
     except OSError:
         return None
     return data if len(data) <= MAX_FILE else None
@@ -141,7 +142,7 @@ def load_last_good(state: Path) -> dict[str, Kept]:
     """Every last good text by name; damaged files count as none."""
     found: dict[str, Kept] = {}
     for path in sorted((state / LAST_GOOD).glob("*.json")):
-        data = read(path)
+        data = read(path, state)
         kept = decode(data) if data is not None else None
         if kept is not None and _file(kept.name) == path.name:
             found[kept.name] = kept
@@ -167,7 +168,7 @@ def save_policies(state: Path, live: Mapping[str, Kept]) -> None:
 
 def load_policy(state: Path, policy_id: str) -> Kept | None:
     """The texts of a policy that served under an id (12 hex digits); None where they are not kept."""
-    data = read(state / POLICIES / f"{policy_id}.json")
+    data = read(state / POLICIES / f"{policy_id}.json", state)
     return None if data is None else decode(data)
 
 

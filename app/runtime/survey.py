@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from app.config import read_small
+from app.config import leads_out, read_small
 from app.errors import Rejected
 from app.runtime.desired import Ask, asked, places
 from app.runtime.retries import PASSING
@@ -77,7 +77,7 @@ def survey(root: Path, state_dir: Path, known: Survey | None = None, kinds: tupl
 
 def read_overlay(root: Path) -> bytes | None:
     """The bytes of deployment.toml."""
-    return _bytes(root / DEPLOYMENT)
+    return _bytes(root / DEPLOYMENT, root)
 
 
 def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate]) -> Candidate:
@@ -101,7 +101,7 @@ def _may_pass(problem: Rejected | None) -> bool:
 def _fingerprint(directory: Path) -> str:
     """Names, sizes, inodes and times of every file below a directory, and the manifest's bytes."""
     digest = hashlib.sha256()
-    for base, folders, files in os.walk(directory):
+    for base, folders, files in () if leads_out(directory, directory.parent) else os.walk(directory):
         folders.sort()
         for name in sorted(files):
             path = Path(base) / name
@@ -111,12 +111,12 @@ def _fingerprint(directory: Path) -> str:
                 digest.update(f"{path} {times}\n".encode("utf-8", "surrogateescape"))
             except OSError as error:
                 digest.update(f"{path} {error.errno}\n".encode("utf-8", "surrogateescape"))
-    digest.update(_bytes(directory / FILE) or b"-")
+    digest.update(_bytes(directory / FILE, directory.parent) or b"-")
     return digest.hexdigest()
 
 
-def _bytes(file: Path) -> bytes | None:
+def _bytes(file: Path, folder: Path) -> bytes | None:
     try:
-        return read_small(file, MAX_DEPLOYMENT)
+        return read_small(file, MAX_DEPLOYMENT, folder)
     except OSError:
         return None

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from app.config import read_small
 from app.errors import Rejected
 from app.runtime import state_dir
 from app.runtime.status import now_iso
@@ -80,6 +81,6 @@ def keep(state: Path, takedowns: Takedowns) -> None:
 def kept(state: Path) -> Takedowns:
     """What was in force last; NOTHING where that is not known."""
     try:
-        return msgspec.json.decode((state / KEPT).read_bytes(), type=Takedowns)
+        return msgspec.json.decode(read_small(state / KEPT, -1, state), type=Takedowns)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return NOTHING

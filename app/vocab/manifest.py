@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from app.config import open_inside
 from app.errors import Rejected, unreadable
 
 FILE = "MANIFEST.json"
@@ -259,7 +260,7 @@ def _opened(directory: Path, name: str) -> Iterator[int]:
     """A file descriptor for reading, closed at the end."""
     _regular(directory, name)
     try:
-        descriptor = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = open_inside(directory / name, directory)
     except OSError as error:
         raise unreadable(error, "file_unreadable", name) from error
     try:

@@ -1,0 +1,218 @@
+"""Nothing outside of a root is ever opened: not by a relative link, nor by one whose target comes later."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.api.admin import Tokens
+from app.cli.deployment import read_deployment
+from app.config import read_small
+from app.engine.registry import family
+from app.engine.safetensors import read_header
+from app.engine.tokens import read_json
+from app.errors import BadDeployment, LeadsOut, Rejected
+from app.runtime import state_dir
+from app.runtime.contracts import Contracts
+from app.runtime.expectations import read_canary
+from app.runtime.kill import KillSwitch
+from app.runtime.logs import make_log
+from app.runtime.reading import model_files
+from app.runtime.records import namer
+from app.runtime.survey import survey
+from app.runtime.takedowns import NOTHING, Takedowns, keep, kept
+from tests import support
+from tests.live_support import live_server
+
+
+@pytest.fixture
+def root(tmp_path):
+    return support.write_root(tmp_path / "root")
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Every file that was opened, links followed."""
+    real, found = os.open, []
+
+    def noting(path, *rest, **how):
+        if isinstance(path, (str, os.PathLike)):
+            found.append(os.path.realpath(path))
+        return real(path, *rest, **how)
+
+    monkeypatch.setattr(os, "open", noting)
+    return found
+
+
+def move_out(file):
+    """A file lies beside the root, and where it was is a link to it."""
+    target = file.parent
+    while not (target / "deployment.toml").exists():
+        target = target.parent
+    target = target.parent / f"outside-{file.name}"
+    shutil.move(file, target)
+    file.symlink_to(target)
+    return str(target)
+
+
+def as_config_map(folder, name, text):
+    """As Kubernetes lays out a ConfigMap."""
+    (folder / "..d1").mkdir(parents=True)
+    (folder / "..d1" / name).write_text(text)
+    (folder / "..data").symlink_to("..d1")
+    (folder / name).symlink_to(f"..data/{name}")
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("to", ["../out.json", "{}/out.json", "sub/../../out.json"])
+@pytest.mark.parametrize(("file", "place"), [("release.json", "release.json"), ("state/pin.json", "state/pin.json")])
+def test_what_asks_for_versions_is_not_read_where_it_leads_out(tmp_path, root, opened, file, place, to, there):
+    (root / "state").mkdir()
+    (root / "sub").mkdir()
+    link = root / file
+    if place != "release.json":
+        to = to.replace("../", "../../", 1) if to.startswith("..") else f"../{to}" if to.startswith("sub") else to
+    link.symlink_to(to.format(tmp_path))
+    if there:
+        (tmp_path / "out.json").write_text('{"weights": "v7"}')
+    seen = survey(root, root / "state")
+    assert (seen.ask, seen.problem.code, seen.problem.location) == ({}, "path_escape", place)
+    assert str(tmp_path / "out.json") not in opened
+
+
+def test_links_inside_of_the_root_and_as_kubernetes_makes_them_are_followed(root):
+    as_config_map(root, "release.json", '{"weights": "v1"}')
+    assert survey(root, root / "state").ask == {"weights": "v1"}
+    as_config_map(root / "policies", "KILL", "feed\n")
+    assert KillSwitch(root / "policies", root / "state").names == {"feed"}
+    as_config_map(root / "secrets", "tokens", "read a\n")
+    assert Tokens(root / "secrets" / "tokens", make_log(io.BytesIO()), root).right_of(b"a") == "read"
+    contract = next((root / "contracts").iterdir())
+    text = contract.read_text()
+    contract.unlink()
+    as_config_map(root / "contracts", contract.name, text)
+    deployment, files = read_deployment(root), model_files(root / "weights" / "v1")
+    made = Contracts(root).make(family(deployment.family), files, deployment, torch.float32, store=False)
+    assert (made.file, made.exported, made.found) == (contract, False, ())
+
+
+def test_a_root_that_is_a_link_itself_is_a_root(tmp_path, root):
+    (root / "release.json").write_text('{"weights": "v1"}')
+    (tmp_path / "current").symlink_to("root")
+    seen = survey(tmp_path / "current", tmp_path / "current" / "state")
+    assert (seen.ask, seen.problem, bool(seen.deployment)) == ({"weights": "v1"}, None, True)
+    assert read_deployment(tmp_path / "current") == read_deployment(root)
+
+
+def test_an_overlay_that_leads_out_is_refused(root, opened):
+    target = root.parent / "outside.toml"
+    shutil.move(root / "deployment.toml", target)
+    (root / "deployment.toml").symlink_to(target)
+    with pytest.raises(BadDeployment, match="leads out"):
+        read_deployment(root)
+    assert survey(root, root / "state").deployment is None
+    assert str(target) not in opened
+
+
+def test_a_kill_list_that_leads_out_changes_nothing_and_says_so(root, opened):
+    file = root / "policies" / "KILL"
+    file.write_text("a\n")
+    switch = KillSwitch(root / "policies", root / "state")
+    file.write_text("*\n")
+    target = move_out(file)
+    assert switch.take(switch.read()) == {"a"}
+    assert "leads out" in switch.document()[0]["by"]
+    switch.post(["b"], [])
+    (root / "state" / "killed.json").write_text('["c"]')
+    other = move_out(root / "state" / "killed.json")
+    assert switch.take(switch.read()) == {"a", "b"}
+    assert switch.unreadable
+    Path(other).unlink()  # a link to nowhere revives nobody
+    assert switch.take(switch.read()) == {"a", "b"}
+    assert not {target, other} & set(opened)
+
+
+def test_the_servers_own_files_are_not_read_where_they_lead_out(root, opened):
+    state = root / "state"
+    keep(state, Takedowns("v1", "d", "now", ("i1",)))
+    assert kept(state).ids == ("i1",)
+    state_dir.write(state / "last_good" / "feed.json", b"{}")
+    state_dir.write(state / "unit_salt", b"salt")
+    targets = {move_out(state / "takedowns.json"), move_out(state / "unit_salt"), move_out(state / "last_good")}
+    log = io.BytesIO()
+    assert kept(state) == NOTHING
+    assert state_dir.load_last_good(state) == {}
+    assert namer("hashed", "", state, make_log(log))("u") != namer("hashed", "salt", state, make_log(log))("u")
+    assert json.loads(log.getvalue().splitlines()[0])["event"] == "unit_salt_unusable"
+    assert not {path for path in opened if any(path.startswith(target) for target in targets)}
+
+
+def test_tokens_below_the_root_may_not_lead_out_and_others_lie_where_they_lie(tmp_path, root, opened):
+    file, log = root / "tokens", io.BytesIO()
+    file.write_text("write a\n")
+    target = move_out(file)
+    assert Tokens(file, make_log(log), root).right_of(b"a") is None
+    assert "leads out" in json.loads(log.getvalue())["reason"]
+    assert target not in opened
+    for elsewhere in (target, root / ".." / Path(target).name):  # named as a place outside: meant so
+        assert Tokens(root / elsewhere, make_log(log), root).right_of(b"a") == "write"
+
+
+def test_contracts_that_lead_out_are_neither_read_nor_written(root, opened):
+    deployment, files = read_deployment(root), model_files(root / "weights" / "v1")
+    target = move_out(root / "contracts")
+    before = sorted(Path(target).iterdir())
+    with support.without_exports():
+        made = Contracts(root).make(family(deployment.family), files, deployment, torch.float32)
+    assert made.exported
+    assert [(one.code, one.location) for one in made.found] == [("path_escape", "contracts")]
+    assert made.file.parent == root / "state" / "contracts"
+    assert sorted(Path(target).iterdir()) == before
+    assert not [path for path in opened if path.startswith(target)]
+
+
+def test_what_a_version_holds_is_not_read_where_it_leads_out(root, opened):
+    directory, targets = root / "weights" / "v1", set()
+    (directory / "canary.jsonl").write_text("{}\n{}\n")
+    for name, read in {
+        "config.json": lambda: read_json(directory / "config.json"),
+        "model.safetensors": lambda: read_header(directory / "model.safetensors"),
+        "canary.jsonl": lambda: read_canary(directory, "weights"),
+    }.items():
+        targets.add(move_out(directory / name))
+        with pytest.raises(Rejected) as caught:
+            read()
+        assert (caught.value.code, caught.value.location) == ("path_escape", name)
+    assert not targets & set(opened)
+
+
+def test_a_version_that_leads_out_is_not_even_listed(root, monkeypatch):
+    (root / "weights" / "v9").symlink_to("/etc", target_is_directory=True)
+    real, walked = os.walk, []
+    monkeypatch.setattr(os, "walk", lambda top, *rest: walked.append(os.path.realpath(top)) or real(top, *rest))
+    survey(root, root / "state")
+    assert walked
+    assert "/etc" not in walked
+
+
+def test_a_link_to_itself_leads_nowhere(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(LeadsOut):
+        read_small(tmp_path / "loop", 9, tmp_path)
+
+
+async def test_what_serves_goes_on_while_a_release_leads_out(root):
+    async with live_server(root) as server:
+        (root / "release.json").symlink_to("/etc/hostname")
+        status = await server.settles(lambda status: "problem" in status["desired"])
+        assert status["desired"]["problem"]["code"] == "path_escape"
+        assert status["desired"]["problem"]["location"] == "release.json"
+        assert (await server.recommend())["items"]
+        (root / "release.json").unlink()
+        await server.settles(lambda status: "problem" not in status["desired"])
