@@ -20,7 +20,8 @@ from app.runtime.background import Background
 from app.runtime.contracts import FOLDER as CONTRACTS
 from app.runtime.contracts import Contracts
 from app.runtime.exposure import with_files
-from app.runtime.kill import KillSwitch
+from app.runtime.kill import FILE as KILL
+from app.runtime.kill import NO_FOLDER, KillSwitch
 from app.runtime.ledger import Ledger
 from app.runtime.loader import Loaded
 from app.runtime.logs import Log
@@ -151,9 +152,14 @@ class Live:
     # ---- the kill switch: no compilation, no lock, no thread that others use -------------------------------------
 
     async def _follow_kill(self) -> None:
+        said = ""
         while True:
             with suppress(OSError):
                 self._apply_kill(self._kill.take(await asyncio.to_thread(self._kill.read)))
+            if self._kill.unlistable not in {said, NO_FOLDER, ""}:
+                message = f"{self._kill.unlistable}: what it listed before counts"
+                self._log.error("kill_list_unusable", file=f"{SHOWN}/{KILL}", message=message)
+            said = self._kill.unlistable
             await asyncio.sleep(KILL_PERIOD_S)
 
     def _apply_kill(self, names: frozenset[str]) -> None:

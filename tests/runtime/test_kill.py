@@ -9,9 +9,10 @@ import pytest
 
 from app.errors import InvalidRequest
 from app.runtime import state_dir
-from app.runtime.kill import KillSwitch
+from app.runtime.kill import MAX_BYTES, KillSwitch
 from app.runtime.snapshot import EVERYTHING
 from tests import support
+from tests.live_support import live_server, until
 
 SIZES = (4, 5, 6)
 
@@ -114,6 +115,36 @@ def test_a_kill_file_that_cannot_be_read_is_said(places):
     (places[0] / "KILL").rmdir()
     switch.take(switch.read())
     assert switch.document() == []
+
+
+def test_a_kill_file_that_is_too_large_is_not_cut_but_said(places):
+    switch, file = KillSwitch(*places), places[0] / "KILL"
+    file.write_text("a\n")
+    switch.take(switch.read())
+    file.write_text("".join(f"name_{n}\n" for n in range(8000)))
+    assert switch.take(switch.read()) == {"a"}
+    assert switch.document()[0] == {
+        "name": "?",
+        "by": "policies/KILL, which has more than 65536 bytes: what it listed before counts",
+    }
+    file.write_text("a\n" + " " * (MAX_BYTES - 2))  # just so many are read whole
+    assert switch.take(switch.read()) == {"a"}
+    assert not switch.unlistable
+
+
+async def test_a_kill_file_that_cannot_be_used_is_logged_once(tmp_path):
+    root = support.write_root(tmp_path / "root")
+    (root / "policies" / "feed.yaml").write_text("widebeam: 1\n")
+    (root / "policies" / "KILL").write_text("feed\n" * 20_000)
+    async with live_server(root) as server:
+        await until(lambda: server.events("kill_list_unusable"))
+        document = await server.policies()
+        assert [one["name"] for one in document["killed"]] == ["?"]
+        (root / "policies" / "KILL").write_text("feed\n")
+        await until(lambda: server.events("killed"))
+        [line] = server.events("kill_list_unusable")
+    assert line["file"] == "policies/KILL"
+    assert line["message"] == "has more than 65536 bytes: what it listed before counts"
 
 
 def test_two_servers_on_one_root_do_not_revive_what_the_other_has_killed(tmp_path):
