@@ -13,12 +13,13 @@ import torch
 from app.config import Deployment
 from app.core import Contract
 from app.engine.engine import Engine
-from app.engine.families.base import ModelFiles
+from app.engine.families.base import Family, ModelFiles
+from app.engine.fp8 import carrier
 from app.engine.registry import family
 from app.engine.slots import Slots
 from app.engine.tokens import read_json
 from app.engine.weights import load as load_weights
-from app.engine.weights import read_entries, resolve_precision
+from app.engine.weights import name_findings, read_entries, resolve_precision
 from app.errors import Rejected, unreadable
 from app.runtime.contracts import Contracts
 from app.runtime.memory import EXHAUSTED, check_fits, check_vocab_fits
@@ -58,7 +59,9 @@ def read_weights(
         with _nothing_unexpected():
             room = (slots.free_bytes, slots.new_bytes) if slots else (0, 0)
             check_fits(directory, deployment, device, *room)
-            contract = contracts.of(kind, model_files(directory), deployment, resolve_precision(precision, device))
+            files, wanted = model_files(directory), resolve_precision(precision, device)
+            _check_names(kind, files, deployment, wanted)
+            contract = contracts.of(kind, files, deployment, wanted)
             engine = load_weights(
                 directory, kind, deployment.sid, deployment.limits,
                 precision=precision, device=device, slots=slots, sha256=sha256,
@@ -69,6 +72,14 @@ def read_weights(
             verify(directory, "weights")
         raise
     return Weights(engine, contract, manifest.digest)
+
+
+def _check_names(kind: type[Family], files: ModelFiles, deployment: Deployment, wanted: torch.dtype) -> None:
+    """Names and shapes of tensors first: a contract may take many seconds, and newer versions would wait for that of
+    weights that nobody can load. Raises Rejected, all findings together."""
+    module = kind.build(files, deployment.sid, deployment.limits, carrier(wanted))
+    if found := tuple(name_findings(module, read_entries(files.directory))):
+        raise Rejected.together(found)
 
 
 def again(known: Weights, directory: Path, deployment: Deployment, contracts: Contracts) -> Weights:

@@ -12,6 +12,7 @@ from app.cli.compose import read_deployment
 from app.engine.families.onerec import OneRec
 from app.engine.slots import Slots
 from app.errors import Rejected
+from app.runtime import contracts as module
 from app.runtime.contracts import Contracts
 from app.runtime.reading import read_vocab, read_weights
 from app.runtime.retries import PASSING
@@ -50,6 +51,27 @@ def test_what_nobody_expected_of_a_version_is_a_refusal_and_what_the_machine_lac
         with pytest.raises(Rejected) as caught:
             read_weights(root / "weights" / "v1", deployment, CPU, contracts, slots)
         assert (caught.value.code, caught.value.code in PASSING) == (code, True)
+
+
+def test_weights_whose_tensors_do_not_fit_their_config_are_refused_before_a_contract_is_exported(tmp_path, monkeypatch):
+    root, sizes = support.write_root(tmp_path / "root"), (4, 5, 6)
+    deployment, exported = read_deployment(root), []
+
+    def export(*task):
+        exported.append(task)
+        return support.not_exported(*task)
+
+    monkeypatch.setattr(module, "export_apart", export)
+    two, three = (support.onerec_config(sizes, layers=layers) for layers in (2, 3))
+    support.write_weights(root, three, support.onerec_weights(two), "bad")
+    support.write_weights(root, three, support.onerec_weights(three), "good")
+    contracts = Contracts(root)
+    with pytest.raises(Rejected) as caught:
+        read_weights(root / "weights" / "bad", deployment, CPU, contracts)
+    assert (caught.value.code, caught.value.location) == ("missing_tensors", "model.safetensors")
+    assert exported == []
+    read_weights(root / "weights" / "good", deployment, CPU, contracts)
+    assert len(exported) == 1
 
 
 def test_bytes_that_are_not_the_manifests_are_refused_as_such_whatever_they_say(tmp_path):
