@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
+
+from app.config import Limits, SidConfig
+from app.engine.apart import export_apart
+from app.engine.families.base import ModelFiles
+from app.errors import Rejected
+from app.runtime.background import Background
+from tests.engine.toy import Toy
 
 ENDLESS = """
 import os, time
@@ -56,6 +66,36 @@ def test_an_export_ends_with_the_process_that_asked_for_it_however_that_ends(tmp
         finally:
             asks.kill()
     until(lambda: _gone(other), "the export ends, too", 20.0)
+
+
+class Nice(Toy):
+    """Says how its process gives way, as what is wrong."""
+
+    @classmethod
+    def build(cls, *_):
+        raise Rejected("bad_config", f"nice {os.nice(0)}")
+
+
+@pytest.mark.timeout(240)
+def test_an_export_gives_way_where_it_is_asked_for_beside_requests_and_hurries_at_a_start():
+    own = os.nice(0)
+    if own:
+        pytest.skip("this process gives way itself")
+
+    def said():
+        with pytest.raises(Rejected) as caught:
+            export_apart(Nice, ModelFiles({}, Path(), {}), SidConfig(sizes=(4, 5)), Limits(), torch.float32)
+        return caught.value.message
+
+    async def asked(heavy):
+        background = Background("test", heavy=heavy)
+        try:
+            return await background.run(said)
+        finally:
+            background.close()
+
+    assert asyncio.run(asked(False)) == "nice 0"
+    assert asyncio.run(asked(True)) == "nice 10"
 
 
 def _gone(pid: int) -> bool:
