@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import re
 import stat
 import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -212,6 +214,21 @@ def read_small(file: Path, most: int, folder: Path | None = None) -> bytes:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "is no regular file")
         return stream.read(most)
+
+
+def read_json(data: bytes) -> object:
+    """JSON in UTF-8, in which no object says a key twice: of two, every reader takes another. Raises ValueError,
+    RecursionError."""
+    value: object = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
+    return value
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key `{twice[:128]}` is there twice")
+    return found
 
 
 def parse(text: str, file: str = "deployment.toml") -> Deployment:

@@ -6,7 +6,6 @@ without a token cannot be written by the model; its logit is -inf.
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from app.config import SidConfig, read_small
+from app.config import read_json as parsed
 from app.errors import Rejected, counted, unreadable
 
 Ids = npt.NDArray[np.int64]
@@ -147,7 +147,7 @@ def _optional(file: Path) -> object:
 def read_json(file: Path) -> object:
     """A JSON file of a weights version. Raises Rejected("unreadable" | "path_escape" | "bad_json") with the file."""
     try:
-        value: object = json.loads(read_small(file, -1, file.parent).decode("utf-8"))
+        value: object = parsed(read_small(file, -1, file.parent))
     except OSError as error:
         raise unreadable(error, "unreadable", file.name) from error
     except (ValueError, RecursionError) as error:

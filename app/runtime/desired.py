@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from app.config import read_small
+from app.config import read_json, read_small
 from app.errors import Rejected, unreadable
 from app.vocab.manifest import Found, Kind, Manifest, is_version, versions
 
@@ -60,7 +60,8 @@ def asked(file: Path, place: str) -> dict[Kind, str]:
         raise Rejected("too_large", f"more than {MAX_FILE} bytes", location=place)
     try:
         found = msgspec.json.decode(text, type=dict[Kind, str])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        read_json(text)
+    except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
         raise Rejected("bad_json", str(error) or "nested too deeply", location=place) from error
     bad = next((version for version in found.values() if not is_version(version)), None)
     if bad is not None:

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from app.config import open_inside
+from app.config import open_inside, read_json
 from app.errors import Rejected, unreadable
 
 FILE = "MANIFEST.json"
@@ -218,9 +218,11 @@ def _decode(directory: Path) -> Manifest:
     try:
         with _opened(directory, FILE) as descriptor:
             text = os.read(descriptor, MAX_MANIFEST)
-        return msgspec.json.decode(text, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        manifest = msgspec.json.decode(text, type=Manifest)
+        read_json(text)
+    except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
         raise Rejected("manifest_invalid", str(error) or "nested too deeply", location=FILE) from error
+    return manifest
 
 
 def _check_name(name: str) -> None:

@@ -109,6 +109,12 @@ def config_is_a_list(d):
     (d / "config.json").write_text("[]")
 
 
+def config_says_it_twice(d):
+    text = (d / "config.json").read_text()
+    assert "hidden_size" in json.loads(text)
+    (d / "config.json").write_text(f'{{"hidden_size": 2, {text.lstrip()[1:]}')
+
+
 def config_is_no_json(d):
     (d / "config.json").write_text('{"model_type": ')
 
@@ -172,6 +178,7 @@ FAULTS = [
     (no_config, "unreadable", "config.json", "No such file"),
     (config_is_a_list, "bad_json", "config.json", "is no JSON object"),
     (config_is_no_json, "bad_json", "config.json", "is no JSON"),
+    (config_says_it_twice, "bad_json", "config.json", "key `hidden_size` is there twice"),
     (flipped_index, "bad_json", INDEX, "is no JSON"),
     (missing_shard, "bad_index", INDEX, "is in no safetensors file here (b.safetensors is named)"),
     (index_with(lambda t: t.pop(Q)), "bad_index", f"a.safetensors: {Q}", "the index does not name this tensor"),

@@ -69,7 +69,17 @@ def test_the_choice_is_the_first_pair_in_order_that_agrees(w, v, w_requires, v_r
 
 
 @pytest.mark.parametrize(
-    "text", ["[", "[]", '{"weights": 1}', '{"nope": "v1"}', '{"weights": "../v1"}', '{"vocab": ""}', "\xff"]
+    "text",
+    [
+        "[",
+        "[]",
+        '{"weights": 1}',
+        '{"nope": "v1"}',
+        '{"weights": "../v1"}',
+        '{"vocab": ""}',
+        "\xff",
+        '{"vocab": "v1", "vocab": "v2"}',
+    ],
 )
 def test_a_file_that_asks_for_nonsense_is_refused_with_its_name(tmp_path, text):
     (tmp_path / "pin.json").write_text(text, "latin-1")

@@ -79,6 +79,13 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "manifest not UTF-8": (overwrite("MANIFEST.json", b'{"format": "\xff"}'), "manifest_invalid", "MANIFEST.json"),
     "manifest nested": (overwrite("MANIFEST.json", b"[" * 100000), "manifest_invalid", "MANIFEST.json"),
+    "a key twice": (
+        lambda d: (d / "MANIFEST.json").write_text(
+            (d / "MANIFEST.json").read_text().replace('"config.json"', '"model.safetensors"')
+        ),
+        "manifest_invalid",
+        "MANIFEST.json",
+    ),
     "unknown key": (lambda d: edit(d, lambda m: m.update(x=1)), "manifest_invalid", "MANIFEST.json"),
     "unknown format": (lambda d: edit(d, lambda m: m.update(format=2)), "manifest_invalid", "MANIFEST.json"),
     "short digest": (
