@@ -28,6 +28,9 @@ STEP_MS: Final = 20
 DEBOUNCE_MS: Final = 60
 REARM_S: Final = 2.0
 RETRY_S: Final = 15.0
+AGAIN_S: Final = 0.05
+NO_TEXT: Final = "Unable to decode path"
+"""What ends a watch where a file has a name that is no text: something has changed, and nothing is wrong with it."""
 MAX_PLACES: Final = 512
 
 
@@ -164,14 +167,15 @@ class Watch:
             try:
                 await self._watch_once()
                 self._problem = None
-            except ExceptionGroup as group:  # the backend's, of a name that is no text: something has changed there
-                self._say(str(group.exceptions[0]))
+            except ExceptionGroup as group:  # the backend's
+                if NO_TEXT not in str(group.exceptions[0]):
+                    self._say(str(group.exceptions[0]))
             except (OSError, RuntimeError) as error:  # inotify used up, a root that is not there, a broken backend
                 self._say(str(error) or type(error).__name__)
             finally:
                 self._armed = False
             self._tell()
-            await asyncio.sleep(RETRY_S if self._problem else 0)
+            await asyncio.sleep(RETRY_S if self._problem else AGAIN_S)
 
     async def _watch_once(self) -> None:
         """One arming: returns when the folders are no longer the ones that are watched."""

@@ -198,7 +198,9 @@ async def test_a_watch_that_dies_is_armed_again(tmp_path, monkeypatch):
 
 
 async def test_names_that_are_no_text_are_a_change_and_end_no_watch(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "RETRY_S", 0.01)
+    monkeypatch.setattr(watch, "RETRY_S", 3600.0)  # nobody waits as after a watch that has failed
+    logged: list[str] = []
+    monkeypatch.setattr(Watch, "_say", lambda _, problem: logged.append(problem))
     folder = tmp_path / "policies"
     folder.mkdir()
 
@@ -211,6 +213,7 @@ async def test_names_that_are_no_text_are_a_change_and_end_no_watch(tmp_path, mo
             assert await hinted(hint, act)
             await until(lambda: made.status()["mode"] == "events")
         assert await hinted(hint, lambda: (folder / "a.yaml").write_text("1"))
+    assert logged == []
 
 
 async def test_a_folder_that_may_not_be_read_keeps_nobody_from_watching_the_others(tmp_path, monkeypatch):
