@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from app.policies.diagnostics import Findings
-from app.policies.expr import parse_expression, parse_operation, show, show_operation
+from app.policies.expr import show, show_operation
 from app.policies.names import FINAL_PHASES, STEP_PHASES, Phase
+from app.policies.parse import parse_expression, parse_operation
 from app.policies.source import Items, Node, Scalar, Source, Table, compose
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from app.core import Level
 from app.policies.diagnostics import Findings, Span, listing, suggest
-from app.policies.expr import Expr, Field, Operation, parse_expression, parse_operation
+from app.policies.expr import Expr, Field, Operation
 from app.policies.names import FINAL_PHASES, NORMALIZE, OWN_LEVELS, STEP_PHASES, STEP_WORDS, Phase
+from app.policies.parse import parse_expression, parse_operation
 from app.policies.source import Broken, Node, Scalar, Source, Table, compose
 from app.policies.values import NAME, Given, Values
 

@@ -10,9 +10,10 @@ from app.core import Level
 from app.errors import counted
 from app.policies.builtin import BUILT_IN
 from app.policies.diagnostics import Diagnostic, Findings, Span, suggest
-from app.policies.expr import Operation, parse_expression, parse_operation, show, show_operation
+from app.policies.expr import Operation, show, show_operation
 from app.policies.names import FINAL_PHASES, OWN_LEVELS, STEP_PHASES, Phase
 from app.policies.operators import Operators
+from app.policies.parse import parse_expression, parse_operation
 from app.policies.read import Content, Document, ParamDraft, Setting, Widths, read
 from app.policies.source import Scalar, Sources
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from app.policies.diagnostics import Findings, Span, suggest
-from app.policies.expr import MAX_NUMBER
+from app.policies.parse import MAX_NUMBER
 from app.policies.source import Broken, Items, Node, Scalar, Table
 
 LANGUAGE = 1

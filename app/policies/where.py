@@ -28,11 +28,11 @@ from app.policies.expr import (
     Number,
     OneOf,
     Text,
-    parse_expression,
     show,
     walk,
 )
 from app.policies.names import FUNCTIONS, FUNCTIONS_HELP
+from app.policies.parse import parse_expression
 from app.policies.source import Scalar
 
 T = TypeVar("T")

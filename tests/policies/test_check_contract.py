@@ -7,7 +7,7 @@ import pytest
 from app.policies.check_contract import Catalogue, planned, truth
 from app.policies.compile import compile_policy
 from app.policies.diagnostics import Findings, Span
-from app.policies.expr import parse_expression
+from app.policies.parse import parse_expression
 from app.policies.source import Scalar
 from tests.policies.contracts import compiled, contract, places, sources
 

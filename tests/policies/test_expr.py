@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.policies.diagnostics import Findings, Span
-from app.policies.expr import parse_expression, parse_operation, show, show_operation, walk
+from app.policies.expr import show, show_operation, walk
+from app.policies.parse import parse_expression, parse_operation
 from app.policies.source import Scalar, Source, compose
 
 
