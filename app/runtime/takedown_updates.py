@@ -87,8 +87,6 @@ class TakedownUpdates:
             if one.version == self.takedowns.version and (same or one.manifest is None):
                 await self._look_at_active(one)
                 return
-            if same:
-                return
             if one.manifest is None and one.problem is None:
                 self._move(one.version, State.INCOMPLETE, reason=unfinished("takedowns", one.version))
                 continue

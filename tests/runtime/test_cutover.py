@@ -484,6 +484,24 @@ async def test_take_downs_are_live_at_the_next_admission_and_split_no_batch(tmp_
         assert "b0" not in [item["id"] for item in (await server.recommend("i1", k=100))["items"]]
 
 
+async def test_an_equal_list_under_a_new_name_is_the_one_in_force(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        takedown(root, "v1", ["a1"])
+        await server.settles(lambda status: status["active"]["takedowns"]["version"] == "v1")
+        takedown(root, "v2", ["a1"])
+        status = await server.settles(lambda status: status["active"]["takedowns"]["version"] == "v2")
+        states = [state_of(status, "takedowns", version)["state"] for version in ("v1", "v2")]
+        assert states == ["retired", "active"]
+        shutil.rmtree(root / "takedowns" / "v2")  # what is gone stays in force, and an older name does not come back
+        status = await server.settles(lambda status: state_of(status, "takedowns", "v1")["state"] == "retired")
+        assert status["active"]["takedowns"]["version"] == "v2"
+        assert "a1" not in [item["id"] for item in (await server.recommend("i1", k=100))["items"]]
+    async with live_server(root) as server:
+        assert (await server.status())["active"]["takedowns"]["version"] in {"v1", "v2"}
+        assert "a1" not in [item["id"] for item in (await server.recommend("i1", k=100))["items"]]
+
+
 @pytest.mark.parametrize("file", ["items.txt", "MANIFEST.json"])
 async def test_a_list_that_is_damaged_on_the_disk_brings_nothing_back_not_even_after_a_restart(file, tmp_path):
     root = world(tmp_path)
