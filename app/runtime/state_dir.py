@@ -29,32 +29,29 @@ def write(path: Path, data: bytes) -> None:
 
     Until then the bytes are in a file of this process's own, which it holds a lock on: see `clean`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stream, name = _temporary(path.parent)
-    try:
-        with stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-            os.replace(name, path)  # noqa: PTH105  a name from mkstemp
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)  # noqa: PTH108
-        raise
+    with _written(path.parent, data) as name:
+        os.replace(name, path)  # noqa: PTH105  a name from mkstemp
 
 
 def create(path: Path, data: bytes) -> None:
     """Make a file that is not there yet, whole; where another process was faster, its file stays. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stream, name = _temporary(path.parent)
+    with _written(path.parent, data) as name:
+        _name_once(name, path)
+
+
+@contextmanager
+def _written(folder: Path, data: bytes) -> Iterator[str]:
+    """The name of a file with these bytes, on the disk and locked. It goes by the end, if it is still there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stream, name = _temporary(folder)
     try:
         with stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-            _name_once(name, path)
+            yield name
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             os.unlink(name)  # noqa: PTH108
 
 
