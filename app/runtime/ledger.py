@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 from app.errors import Rejected
@@ -22,8 +21,8 @@ Key = tuple[str, str]
 class Ledger:
     """States of versions by kind and version. Event loop only. Every change is an event and a line of the log."""
 
-    def __init__(self, log: Log, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
-        self._log, self._metrics, self._clock = log, metrics, clock
+    def __init__(self, log: Log, metrics: Metrics) -> None:
+        self._log, self._metrics = log, metrics
         self._known: dict[Key, ArtifactStatus] = {}
         self._began: dict[Key, float] = {}
         self._news = asyncio.Event()
@@ -102,7 +101,7 @@ class Ledger:
         self.note("artifact", before=before, **now.document())
         say = self._log.error if now.state == State.REJECTED else self._log.info
         facts = now.reason.document() if now.reason else {}
-        key, clock = (now.kind, now.version), self._clock()
+        key, clock = (now.kind, now.version), time.monotonic()
         if before is None or now.state == State.DISCOVERED:
             self._began[key] = clock
         if now.state == State.REJECTED:

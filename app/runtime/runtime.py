@@ -50,7 +50,6 @@ class Runtime:
         metrics: Metrics,
         log: Log,
         clock: Callable[[], float],
-        transition: str = "ancestry",
         recorder: Recorder | None = None,
         wall: Callable[[], float] = utc_seconds,
         threads: int | None = None,
@@ -66,7 +65,7 @@ class Runtime:
         self._recorder, self._wall = recorder or Tallies(metrics, log, clock), wall
         self._pins, self._engines = Pins(), engines
         self.swapped: Callable[[Snapshot, Snapshot | None, str], None] = lambda *_: None
-        self._steps = StepLoop(clock, metrics, transition)
+        self._steps = StepLoop(clock, metrics)
         self._thread = EngineThread(self._steps, threads)
         self._explainer = Explainer(self._thread, deployment.server.explain_per_s, clock, metrics, log)
         self._cutovers = Cutovers(clock, self._held)
@@ -94,9 +93,7 @@ class Runtime:
             if loaded.snapshot is None:
                 self._reasons = loaded.reasons
             else:
-                await self._activate(
-                    loaded.snapshot, loaded.canaries
-                )  # not ready before it has served requests of ours
+                await self._activate(loaded.snapshot, loaded.canaries)  # not ready before it has served our requests
         except Exception as error:  # noqa: BLE001  a bug of ours must not leave a server that says "starting" for ever
             self._log.error("start_failed", exc_info=error)
             self._reasons = (Reason("internal", f"{type(error).__name__} while loading; the log has it"),)
