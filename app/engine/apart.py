@@ -100,9 +100,7 @@ def _end_with(held: int) -> None:
 
 def main() -> None:
     """The other process. What a family prints goes to stderr."""
-    if (
-        os.nice(0) > 0
-    ):  # asked for beside requests, by a thread that gives way; at a start nothing serves, and it hurries
+    if os.nice(0) > 0:  # of the thread that asks: beside requests it gives way, at a start nothing serves yet
         os.nice(NICE)
     torch.set_num_threads(1)
     answer = os.fdopen(os.dup(1), "wb")
