@@ -10,7 +10,6 @@ typedef unsigned long long u64;
 typedef float Logit;
 #define V 4  // logits in 16 bytes
 #define LOW 0xff800000u
-#define MAXIMUM "max.NaN.f32"
 #else
 typedef u16 Logit;
 #define V 8
