@@ -51,7 +51,7 @@ class Strings:
 
     def take(self, order: Index) -> Strings:
         """The strings `order` [m], in that order."""
-        length = np.diff(self.start)[order]
+        length = self.start[order + 1] - self.start[order]
         start = np.zeros(len(order) + 1, np.int64)
         np.cumsum(length, out=start[1:])
         text = np.empty(int(start[-1]), np.uint8)
@@ -76,6 +76,8 @@ def compact(start: npt.NDArray[np.int64]) -> Index:
 
 
 _LENGTH, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+STEPS = 6
+"""Places behind an edge that are looked at one by one: few searches go further."""
 _MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 
 
@@ -108,17 +110,29 @@ def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return word ^ (word >> np.uint64(31))
 
 
+def _given(ids: Sequence[str]) -> Strings:
+    """A request's ids. Surrogates cannot be in a UTF-8 table: encoded this way they are simply unknown."""
+    together = "".join(ids)
+    if not together.isascii():
+        return Strings.of([name.encode("utf-8", "surrogatepass") for name in ids])
+    start = np.zeros(len(ids) + 1, np.int64)  # a character is a byte
+    np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids)), out=start[1:])
+    return Strings(np.frombuffer(together.encode("ascii"), np.uint8), start)
+
+
 @dataclass(frozen=True, slots=True)
 class Ids:
     """Item ids, byte for byte ("007" and "7" are two items), found through sorted 64-bit hashes.
 
     hashes [n] int64 ascending, by_hash [n] the items in that order. A hash only narrows the search, the bytes decide,
-    so no collision can change an answer.
+    so no collision can change an answer. edges [2^b, about n]: where the hashes begin whose first b bits are so large:
+    a search begins there, about one place from its end, and reads three lines of memory where halving reads twenty.
     """
 
     strings: Strings
     hashes: npt.NDArray[np.int64]
     by_hash: Index
+    edges: Index
     hash_of: Callable[[Strings], npt.NDArray[np.int64]]
 
     @classmethod
@@ -126,8 +140,11 @@ class Ids:
         """Hash and sort; nobody else in the process waits for it."""
         hashes = hash_of(strings)
         by_hash = np.argsort(hashes, kind="stable")
+        hashes = hashes[by_hash]
         kind = np.int32 if len(strings) < 2**31 else np.int64
-        return cls(strings, hashes[by_hash], by_hash.astype(kind), hash_of)
+        bits = max(1, len(strings).bit_length() - 1)
+        low = np.arange(-(1 << bits - 1), 1 << bits - 1) << (64 - bits)
+        return cls(strings, hashes, by_hash.astype(kind), np.searchsorted(hashes, low).astype(kind), hash_of)
 
     def duplicate(self) -> tuple[int, int] | None:
         """Two numbers of one id, lower first; None where all differ."""
@@ -145,33 +162,44 @@ class Ids:
 
     def find(self, ids: Sequence[str]) -> npt.NDArray[np.int64]:
         """Item numbers [n] int64, -1 = unknown."""
-        # surrogates cannot be in a UTF-8 table; encoded this way they are simply unknown
-        wanted = [name.encode("utf-8", "surrogatepass") for name in ids]
-        found = np.full(len(wanted), -1, np.int64)
-        if not len(self.hashes) or not wanted:
+        found = np.full(len(ids), -1, np.int64)
+        if not len(self.hashes) or not ids:
             return found
-        given = Strings.of(wanted)
+        given = _given(ids)
         keys = self.hash_of(given)
-        place = np.searchsorted(self.hashes, keys)
+        place = self._place(keys)
         hit = np.flatnonzero(self.hashes[np.minimum(place, len(self.hashes) - 1)] == keys)
         items = self.by_hash[place[hit]]
         same = self._same(items, given, hit)
         found[hit[same]] = items[same]
         for i in hit[~same].tolist():
-            found[i] = self._after_collision(int(place[i]), int(keys[i]), wanted[i])
+            found[i] = self._after_collision(int(place[i]), int(keys[i]), given.raw(i))
         return found
+
+    def _place(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where the first hash that is not below a key stands [m]: `searchsorted`, some steps behind an edge.
+
+        Where hashes are not spread evenly, which only a poor `hash_of` does, the search is by halves after a few steps.
+        """
+        bits, last = len(self.edges).bit_length() - 1, len(self.hashes) - 1
+        near = self.edges[(keys >> np.int64(64 - bits)) + (len(self.edges) >> 1)]
+        place: npt.NDArray[np.int64] = near.astype(np.int64)
+        left = np.flatnonzero((place <= last) & (self.hashes[np.minimum(place, last)] < keys))
+        for _ in range(STEPS):
+            if not len(left):
+                return place
+            place[left] += 1
+            at = place[left]
+            left = left[(at <= last) & (self.hashes[np.minimum(at, last)] < keys[left])]
+        place[left] = np.searchsorted(self.hashes, keys[left])
+        return place
 
     def _same(self, items: Index, given: Strings, hit: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Whether the ids of items [n] are given[hit], byte for byte."""
-        low, first = (text.start[rows].astype(np.int64) for text, rows in ((self.strings, items), (given, hit)))
-        size = self.strings.start[items + 1] - low
-        same: npt.NDArray[np.bool_] = size == given.start[hit + 1] - first
-        size[~same] = 0
-        owner = np.repeat(np.arange(len(size)), size)
-        place = np.arange(len(owner)) - (np.cumsum(size) - size)[owner]
-        differs = self.strings.text[low[owner] + place] != given.text[first[owner] + place]
-        same[owner[differs]] = False
-        return same
+        own, asked = self.strings.take(items), given if len(hit) == len(given) else given.take(hit)
+        if np.array_equal(own.start, asked.start) and np.array_equal(own.text, asked.text):
+            return np.ones(len(hit), np.bool_)
+        return np.array([own.raw(i) == asked.raw(i) for i in range(len(hit))], np.bool_)  # a hash that two ids have
 
     def _after_collision(self, place: int, key: int, raw: bytes) -> int:
         """Look among the other items with this hash."""

@@ -23,6 +23,16 @@ def test_every_id_is_found_and_nothing_else_however_the_hashes_collide(texts: li
     assert ids.find([text + "x" for text in unique if text + "x" not in unique]).max(initial=-1) == -1
 
 
+hashes = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(st.lists(hashes | st.integers(5, 7), min_size=1, max_size=60), st.lists(hashes | st.integers(4, 8), max_size=20))
+def test_a_search_from_an_edge_ends_where_halving_ends(known: list[int], more: list[int]) -> None:
+    ids = Ids.build(Strings.of([b"x"] * len(known)), hash_of=lambda _: np.array(known, np.int64))
+    keys = np.array([*known, *more, -(2**63), 2**63 - 1], np.int64)
+    assert ids._place(keys).tolist() == np.searchsorted(np.sort(known), keys).tolist()
+
+
 @given(names)
 def test_a_duplicate_is_reported_with_both_places(texts: list[str]) -> None:
     for hash_of in (hash_strings, lambda strings: np.full(len(strings), 7)):
