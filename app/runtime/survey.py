@@ -81,7 +81,7 @@ def read_overlay(root: Path) -> bytes | None:
 
 
 def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate]) -> Candidate:
-    fingerprint = _fingerprint(found.directory)
+    fingerprint = _fingerprint(found)
     known = earlier.get(found.directory)
     if known is not None and known.fingerprint == fingerprint and not _may_pass(known.problem):
         return known
@@ -98,9 +98,11 @@ def _may_pass(problem: Rejected | None) -> bool:
     return problem is not None and problem.code in PASSING
 
 
-def _fingerprint(directory: Path) -> str:
-    """Names, sizes, inodes and times of every file below a directory, and the manifest's bytes."""
-    digest = hashlib.sha256()
+def _fingerprint(found: Found) -> str:
+    """Names, sizes, inodes and times of every file of a version, the manifest's bytes, and whether it was listed as
+    complete: a manifest that comes between that and this moment must make a difference to the next survey."""
+    directory = found.directory
+    digest = hashlib.sha256(str(found.complete).encode())
     for base, folders, files in () if leads_out(directory, directory.parent) else os.walk(directory):
         folders.sort()
         for name in sorted(files):

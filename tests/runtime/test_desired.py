@@ -134,6 +134,28 @@ def test_a_version_that_is_removed_while_it_is_looked_at_is_not_refused(tmp_path
     assert (found.manifest, found.problem) == (None, None)
 
 
+def test_a_manifest_that_comes_behind_the_listing_is_seen_by_the_next_survey(tmp_path, monkeypatch):
+    root = support.write_root(tmp_path, SIZES)
+    late = root / "weights" / "v2" / "MANIFEST.json"
+    late.parent.mkdir()
+    fingerprint = module._fingerprint
+
+    def manifest_first(found):
+        if found.directory == late.parent and not late.exists():
+            late.write_text("{}")
+        return fingerprint(found)
+
+    monkeypatch.setattr(module, "_fingerprint", manifest_first)
+    first = survey(root, root / "state")
+    second = survey(root, root / "state", first)
+    before, after = (next(one for one in seen.candidates["weights"] if one.version == "v2") for seen in (first, second))
+    assert (before.found.complete, before.problem) == (False, None)
+    assert after.found.complete
+    assert after.problem is not None
+    assert before.fingerprint != after.fingerprint
+    assert first.fingerprint != second.fingerprint
+
+
 def test_a_version_that_may_not_be_looked_into_is_refused_with_the_reason(tmp_path, monkeypatch):
     root = support.write_root(tmp_path / "root", SIZES)
     closed, real = root / "weights" / "v1", Path.stat  # nothing is forbidden to root
