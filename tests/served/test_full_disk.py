@@ -93,8 +93,7 @@ def _full_and_empty(root, log, disk):
         assert not list((root / "state").rglob(".tmp-*"))
         assert answers()["contract"] == new
         assert any(line["event"] == "log_lines_lost" for line in lines(log))
-        files = list((root / "state" / "requests").iterdir())
-        assert files
+        files = until(lambda: list((root / "state" / "requests").iterdir()), "a record, which a thread writes")
         assert all(path.stat().st_size for path in files)
         for path in files:
             assert all(json.loads(line) for line in path.read_bytes().splitlines())
