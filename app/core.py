@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor, dtype
 
 from app.config import NO_FIELDS, Limits, RequestFields
+
+if TYPE_CHECKING:  # processes without an engine speak these types, too
+    from torch import Tensor, dtype
 
 Array = npt.NDArray[np.generic]
 
@@ -103,7 +105,7 @@ class Ragged(NamedTuple):
 
 
 Contexts = Mapping[str, Ragged]
-Arena = Mapping[str, Tensor]
+Arena = Mapping[str, "Tensor"]
 """The state of one batch by name, allocated once from `StateSpec`s; addresses never change while the contract lives.
 
 scope "request":  [limits.batch, *shape]          row r belongs to request r of the batch

@@ -1,5 +1,6 @@
 import inspect
 import typing
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from app.errors import Rejected
 from tests.engine import tiny
 
 SPOKEN = {
-    *(core.Context, core.Inputs, core.Contexts, core.Arena, core.Rows, core.StepOutput, core.HeadSpec),
+    *(core.Context, core.Inputs, core.Contexts, core.Rows, core.StepOutput, core.HeadSpec),
     *(core.InputSpec, core.StateSpec, core.WeightSpec, Limits),
-    *(int, bool, str, type, type(None), torch.device, torch.dtype),
+    *(Mapping[str, torch.Tensor], int, bool, str, type, type(None), torch.device, torch.dtype),
 }
 
 
