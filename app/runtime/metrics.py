@@ -7,7 +7,7 @@ answers carry, at most `MAX_POLICIES` of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -211,8 +211,21 @@ class Metrics:
 
     def request_done(self, outcome: str, policy: str | None, seconds: float) -> None:
         """Count a request. `policy` is the name in the answer's versions, or None where no policy was bound."""
-        self.requests_total.labels(outcome, self._policy_label(policy)).inc()
-        self.request_seconds.observe(seconds)
+        self.requests_done(outcome, policy, (seconds,))
+
+    def requests_done(self, outcome: str, policy: str | None, seconds: Sequence[float]) -> None:
+        """Count as many requests of one outcome as there are `seconds`."""
+        self.requests_total.labels(outcome, self._policy_label(policy)).inc(len(seconds))
+        for one in seconds:
+            self.request_seconds.observe(one)
+
+    def shed(self, code: str) -> None:
+        """Count a request that was refused."""
+        self.shed_total.labels(code).inc()
+
+    def lag(self, seconds: float) -> None:
+        """Note how late an event loop woke up."""
+        self.event_loop_lag_seconds.observe(seconds)
 
     def _policy_label(self, policy: str | None) -> str:
         if policy is None:

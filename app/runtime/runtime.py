@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from app.config import Deployment
 from app.core import Item, Outcome, Ranked, Request, Timings, Versions
@@ -36,6 +36,9 @@ from app.runtime.status import Reason, utc_seconds
 from app.runtime.steps import StepLoop
 from app.runtime.thread import EngineThread
 from app.runtime.ticket import PendingTicket
+from app.runtime.told import ToldTicket
+
+T = TypeVar("T", PendingTicket, ToldTicket)
 
 
 class Runtime:
@@ -250,7 +253,14 @@ class Runtime:
     # ---- requests ----------------------------------------------------------------------------------------------
 
     def admit(self, request: Request) -> PendingTicket:
+        """See `front.Door`."""
+        return self._admit(request, lambda: PendingTicket(request.deadline, self._clock, self._left))
+
+    def hand_in(self, request: Request, tell: Callable[[Outcome | WidebeamError], None]) -> ToldTicket:
         """See `front.Front`."""
+        return self._admit(request, lambda: ToldTicket(request.deadline, self._clock, self._left, tell))
+
+    def _admit(self, request: Request, ticket_of: Callable[[], T]) -> T:
         if self._draining:
             raise Draining("this server is shutting down")
         snapshot = self._pins.active
@@ -264,7 +274,7 @@ class Runtime:
         self._batcher.check(max(planned[:-1]), request.deadline)
         admitted = self._admission.admit(request, choice, snapshot)
         self._explainer.take(request)
-        ticket = PendingTicket(request.deadline, self._clock, self._left)
+        ticket = ticket_of()
         job = Job(
             request, ticket, snapshot, plan, admitted.inputs, planned, admitted.excluded, admitted.seen, now,
             admitted.fields,
@@ -283,7 +293,7 @@ class Runtime:
         self._gauge.observe(self._clock(), self._batcher.backlog)
         self._cutovers.formed(batch)
 
-    def _left(self, ticket: PendingTicket) -> None:
+    def _left(self, ticket: PendingTicket | ToldTicket) -> None:
         """A client went or its time passed: out of the queue at once; out of a running batch at its next step."""
         held = self._open.get(id(ticket))
         if held is not None:
@@ -318,7 +328,7 @@ class Runtime:
 
     def _resolve(self, job: Job, result: Outcome | WidebeamError) -> None:
         self._close(job)
-        assert isinstance(job.ticket, PendingTicket)
+        assert isinstance(job.ticket, PendingTicket | ToldTicket)
         job.ticket.resolve(result)
 
     def _end(self, end: Served, admitted: Admitted, requests: int, rows: int) -> Outcome | WidebeamError:
