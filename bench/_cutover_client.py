@@ -21,19 +21,27 @@ import msgspec
 
 from app.cli.load import Load, Pacer, Shot, Target, arrivals
 from app.cli.loop import run
+from bench._cutover_names import EVERYWHERE, content_of, item_name
 
 LONGEST_S = 1200.0
-COLUMNS = ("intended", "latency_ms", "late_ms", "status", "body", "weights", "vocab", "score", "mixed", "batch_ms")
+COLUMNS = (
+    "intended", "latency_ms", "late_ms", "status", "body", "weights", "vocab", "score", "last", "mixed", "batch_ms"
+)  # fmt: skip
 
 
 class Item(msgspec.Struct):
     id: str
     score: float
+    sid: list[int]
 
 
-class Versions(msgspec.Struct):
+class Versions(msgspec.Struct, frozen=True):
+    snapshot: str
     weights: str
     vocab: str
+    policy: str
+    policy_id: str
+    contract: str
 
 
 class Timings(msgspec.Struct):
@@ -47,14 +55,24 @@ class Answer(msgspec.Struct):
     timings_ms: Timings
 
 
+def wrong_items(answer: Answer, k: int) -> int:
+    """Items of an answer that do not belong to the vocab that it names, and those that are missing. An item's id says
+    its SID behind the letter of its content, or EVERYWHERE. No two contents share another SID, so what one's trie
+    allows is missing where another's item map is asked."""
+    letters = {EVERYWHERE, content_of(answer.versions.vocab)}
+    bad = sum(item.id[0] not in letters or item.id != item_name(item.id[0], item.sid) for item in answer.items)
+    return bad + abs(k - len(answer.items))
+
+
 class Recording(Load):
-    """A load that keeps a row a request. An item's id begins with the letter of its vocab's content, which stands
-    behind the dash of the version's name, or with `i`."""
+    """A load that keeps a row a request, and every set of versions that answers have named."""
 
     def __init__(self, target: Target, bodies: list[bytes], connections: int) -> None:
         super().__init__(target, bodies, timeout_s=30.0, connections=connections)
-        self.rows: list[tuple] = []
+        self.rows: list[tuple[float | int | str, ...]] = []
+        self.named: set[Versions] = set()
         self._answer = msgspec.json.Decoder(Answer)
+        self._k = [json.loads(body)["k"] for body in bodies]
         self._number = {target.message(body): n for n, body in enumerate(bodies)}
         self._order: dict[float, int] = {}
 
@@ -68,15 +86,15 @@ class Recording(Load):
         number = self._order.pop(shot.intended)
         row = (shot.intended, 1e3 * (now - shot.intended), 1e3 * (shot.sent - shot.intended), status, number)
         if status != 200:
-            self.rows.append((*row, "", "", 0.0, 0, 0.0))
+            self.rows.append((*row, "", "", 0.0, 0.0, 0, 0.0))
             return
         self.latencies.append(now - shot.intended)
         found = self._answer.decode(body)
-        letter = found.versions.vocab.rpartition("-")[2] if "-" in found.versions.vocab else "a"
-        mixed = sum(item.id[0] not in {"i", letter} for item in found.items) + (not found.items)
+        self.named.add(found.versions)
         took = found.timings_ms.context + found.timings_ms.decode
-        score = found.items[0].score if found.items else 0.0
-        self.rows.append((*row, found.versions.weights, found.versions.vocab, score, mixed, took))
+        first, last = (found.items[0].score, found.items[-1].score) if found.items else (0.0, 0.0)
+        mixed = wrong_items(found, self._k[number])
+        self.rows.append((*row, found.versions.weights, found.versions.vocab, first, last, mixed, took))
 
 
 def _until_stdin_ends(stop: threading.Event) -> None:
@@ -107,7 +125,8 @@ async def fire(arguments: argparse.Namespace) -> dict[str, object]:
         {name: list(column) for name, column in zip(COLUMNS, zip(*rows, strict=True), strict=True)} if rows else {}
     )
     errors = {code: n for code, n in load.errors.items() if n}
-    return {"sent": load.sent, "answered": len(load.latencies), "failed": errors, "columns": columns}
+    return {"sent": load.sent, "answered": len(load.latencies), "failed": errors, "columns": columns,
+            "named": [msgspec.to_builtins(one) for one in load.named]}  # fmt: skip
 
 
 def main() -> None:

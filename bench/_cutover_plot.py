@@ -8,14 +8,18 @@ import numpy as np
 
 from bench._cutover_samples import Floats, Row, Samples
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 900, 320, 60, 40, 16
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RATE = 900, 400, 60, 120, 16, 56
+"""Pixels; RATE: of the curve of answers a second, below the other."""
 COLOURS = {"live": "#1f6feb", "naive": "#c0392b"}
 
 
 def plot(parts: Row) -> str:
-    """p99 of each second's requests over time, one line a mode, seconds since its first update, as an SVG: the paper's
-    figure 20."""
-    curves = {mode: _curve(Samples.of(part)) for mode, part in parts.items()}
+    """p99 of each second's requests over time, below it how many there were, one line a mode, seconds since its first
+    update, as an SVG: the paper's figure 20."""
+    samples = {mode: Samples.of(part) for mode, part in parts.items()}
+    curves = {mode: _curve(some, lambda one: float(np.quantile(one, 0.99))) for mode, some in samples.items()}
+    rates = {mode: _curve(some, lambda one: float(len(one))) for mode, some in samples.items()}
+    most = max(float(y.max()) for _, y in rates.values())
     begin = min(float(x[0]) for x, _ in curves.values()) - 0.5
     span = max(float(x[-1]) for x, _ in curves.values()) + 0.5 - begin
     top = max(float(y.max()) for _, y in curves.values()) * 1.2
@@ -34,15 +38,18 @@ def plot(parts: Row) -> str:
     for number, (mode, part) in enumerate(parts.items()):
         out += _updates(x_of, part, mode, HEIGHT - BOTTOM - 6 * number)
     for number, (mode, (xs, ys)) in enumerate(curves.items()):
-        points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(xs, ys, strict=True))
-        dashes = ' stroke-dasharray="4 3"' if mode == "naive" else ""
         out += [
-            f'<polyline points="{points}" fill="none" stroke="{COLOURS[mode]}" stroke-width="1.3"{dashes}/>',
+            _line(mode, xs, ys, x_of, y_of),
             f'<text x="{LEFT + 10 + 60 * number}" y="{TOP + 12}" fill="{COLOURS[mode]}">{mode}</text>',
         ]
+        out.append(_line(mode, *rates[mode], x_of, lambda rate: HEIGHT - 22 - rate / most * RATE))
+    out += [
+        f'<text x="{LEFT - 6}" y="{HEIGHT - 22 - RATE + 4}" text-anchor="end">{most:.0f}/s</text>',
+        f'<text x="{LEFT - 6}" y="{HEIGHT - 18}" text-anchor="end">0</text>',
+    ]
     out.append(
         f'<text x="{WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">seconds since the first update; shaded: updates, '
-        "a tick at each cutover; p99 of each second, ms (log)</text></svg>"
+        "a tick at each cutover; p99 of each second, ms (log); below: answers a second</text></svg>"
     )
     return "\n".join(out) + "\n"
 
@@ -76,13 +83,20 @@ def _updates(x_of: Callable[[float], float], part: Row, mode: str, foot: int) ->
     return out
 
 
-def _curve(samples: Samples) -> tuple[Floats, Floats]:
+def _line(mode: str, xs: Floats, ys: Floats, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
+    points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(xs, ys, strict=True))
+    dashes = ' stroke-dasharray="4 3"' if mode == "naive" else ""
+    return f'<polyline points="{points}" fill="none" stroke="{COLOURS[mode]}" stroke-width="1.3"{dashes}/>'
+
+
+def _curve(samples: Samples, of: Callable[[Floats], float]) -> tuple[Floats, Floats]:
+    """A figure of the latencies of each second's requests."""
     inside = (samples.stretch >= 1) & (samples.stretch <= 3)
     at, latency = samples.intended[inside] - samples.marks[1], samples.latency[inside]
     second = np.floor(at).astype(int)
     cuts = np.flatnonzero(np.diff(second)) + 1
     groups = np.split(latency, cuts)
-    return second[np.concatenate([[0], cuts])] + 0.5, np.array([np.quantile(one, 0.99) for one in groups])
+    return second[np.concatenate([[0], cuts])] + 0.5, np.array([of(one) for one in groups])
 
 
 def _ticks(low: float, top: float) -> list[float]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from bench._cutover_answers import mixed
 from bench._cutover_plot import plot
 from bench._cutover_samples import Samples
 from bench._report import table
@@ -62,34 +63,6 @@ def ratios(above: Sequence[Floats], below: Sequence[Floats], resamples: int = RE
     }
 
 
-def mixed(parts: Sequence[Row]) -> Row:
-    """Answers that do not fit the versions that they name: items of another vocab, or a score of other weights.
-
-    A request's best score under one content of weights is one number, whatever the vocab is called; `apart` is the
-    smallest distance between contents, in units of the largest spread inside one: it says that the check can see.
-    """
-    wrong, spread, apart = 0, 0.0, np.inf
-    for part in parts:
-        scores: dict[tuple[int, str], list[float]] = {}
-        for client in part["clients"]:
-            c = client["columns"]
-            for body, weights, score, bad, status in zip(
-                *(c.get(name, []) for name in ("body", "weights", "score", "mixed", "status")), strict=True
-            ):
-                if status == 200:
-                    wrong += bool(bad)
-                    letter = weights.rpartition("-")[2] if "-" in weights else "a"
-                    scores.setdefault((body, letter), []).append(score)
-        middle = {key: float(np.median(values)) for key, values in scores.items()}
-        for (body, letter), values in scores.items():
-            spread = max(spread, float(np.abs(np.array(values) - middle[body, letter]).max()))
-            others = [
-                abs(middle[body, letter] - at) for (b, other), at in middle.items() if b == body and other != letter
-            ]
-            apart = min(apart, *others, np.inf)
-    return {"wrong_items": wrong, "score_spread": spread, "score_apart": float(apart)}
-
-
 def summary(parts: Sequence[Row]) -> Row:
     """The figures of one mode."""
     found = [Samples.of(part) for part in parts]
@@ -98,6 +71,7 @@ def summary(parts: Sequence[Row]) -> Row:
     first = [b for s in found for b in s.blocks(s.overlaps(s.first) & (s.stretch == 0))]
     both = steady[0] + steady[1]
     updates = [one for part in parts for one in part["updates"]]
+    kinds = {kind: [u for u in updates if u["kind"] == kind] for kind in dict.fromkeys(u["kind"] for u in updates)}
     holds = [one["hold_ms"] for one in updates if one["hold_ms"] is not None]
     batches = np.concatenate([s.batch for s in found])
     clients = [client for part in parts for client in part["clients"]]
@@ -105,6 +79,8 @@ def summary(parts: Sequence[Row]) -> Row:
         "updates": len(updates),
         "asked": sum(part["asked"] for part in parts),
         "parts": len(parts),
+        "seconds": {name: round(sum(float(s.marks[n + 1] - s.marks[n]) for s in found for n in which), 1)
+                    for name, which in (("steady", (0, 2)), ("updates", (1,)))},
         "trouble": [one for part in parts for one in part["trouble"]],
         "requests": {"sent": sum(c["sent"] for c in clients), "steady": sum(map(len, both)),
                      "overlapping": sum(map(len, during))},
@@ -122,9 +98,10 @@ def summary(parts: Sequence[Row]) -> Row:
         "hold_ms": {name: float(np.quantile(holds, q)) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1))}
         if holds else {},
         "batch_ms": {name: float(np.quantile(batches, q)) for name, q in (("p50", 0.5), ("p99", 0.99))},
-        "prepare_ms": {kind: round(float(np.median([u["prepare_ms"] for u in updates
-                                                    if u["kind"] == kind and u["prepare_ms"]] or [0])))
-                       for kind in dict.fromkeys(u["kind"] for u in updates)},
+        "prepare_ms": {kind: round(float(np.median([u["prepare_ms"] for u in some if u["prepare_ms"]] or [0])))
+                       for kind, some in kinds.items()},
+        "serves_s": {kind: round(float(np.median([u["active"] - u["published"] for u in some])), 2)
+                     for kind, some in kinds.items()},
         "apart_s": round(float(np.median(np.diff([u["published"] for u in updates]))), 2) if len(updates) > 1 else 0.0,
     }  # fmt: skip
 
@@ -150,9 +127,13 @@ def verdict(found: Row) -> str:
 
 
 def write_report(parts: Sequence[Row], out: Path) -> str:
-    """Write OUT.json, OUT.svg and OUT.md; the text of the last."""
+    """Write OUT.json, OUT.svg and OUT.md; the text of the last. Raises SystemExit where the parts are not of one
+    setting and one commit."""
     if any(part["setting"] != parts[0]["setting"] for part in parts):
         raise SystemExit("parts of different settings are not pooled")
+    commits = sorted({part["machine"]["commit"] or "unknown" for part in parts})
+    if len(commits) > 1:
+        raise SystemExit(f"parts of different commits are not pooled: {', '.join(commits)}")
     modes = {mode: [part for part in parts if part["mode"] == mode] for mode in ("live", "naive")}
     found = {mode: summary(some) for mode, some in modes.items() if some}
     out.with_suffix(".json").write_text(json.dumps(
@@ -175,8 +156,8 @@ def markdown(parts: Sequence[Row], found: Row, name: str) -> str:
         f"Made by `widebeam bench cutover`. qwen3, {s['layers']} layers, d {s['hidden']}, {s['gigabytes']} GB of\n"
         f"float32 weights on the disk, {s['items']:,} items, W {s['width']}, device {s['device']}.\n"
         f"{_device(m)}kernels: {parts[0]['kernels']}; CUDA graphs {_graphs(parts)}.\n"
-        f"{m['cpu']}, {m['cores']} cores a part, load before {m['load_before']}; {versions};\n"
-        f"commit {m['commit'] or 'unknown'}.\n",
+        f"{m['cpu']}, {m['cores']} cores a part, load before {m['load_before']}; {versions}.\n"
+        f"{_pooled(found)}, all of commit {m['commit'] or 'unknown'}.\n",
         *(f"**{note}**\n" for note in notes),
         *(f"**Cut short: {one}**\n" for mode in found.values() for one in mode["trouble"]),
         *(f"**{mode}: p99 during updates / steady: {verdict(one)}**\n" for mode, one in found.items()),
@@ -190,6 +171,14 @@ def markdown(parts: Sequence[Row], found: Row, name: str) -> str:
     return "\n".join(lines)
 
 
+def _pooled(found: Row) -> str:
+    return "; ".join(
+        f"{mode}: {one['updates']} cutovers in {one['seconds']['updates']:.0f} s and {one['seconds']['steady']:.0f} s "
+        f"steady, in {one['parts']} parts"
+        for mode, one in found.items()
+    )
+
+
 def _device(found: Row) -> str:
     return f"{found['gpu']}, " if found.get("gpu") else ""
 
@@ -199,24 +188,37 @@ def _graphs(parts: Sequence[Row]) -> str:
     return f"{max(taken)} a slot" if taken else "none"
 
 
+def _pair(values: Sequence[float]) -> str:
+    return ", ".join(f"{one:.3g}" for one in values)
+
+
 def _figures(found: Row) -> str:
     def three(values: Sequence[float]) -> str:
         return "{:.2f} ({:.2f}..{:.2f})".format(*values)
 
-    def row(title: str, cell) -> list[str]:
+    def row(title: str, cell: Callable[[Row], str]) -> list[str]:
         return [title, *(cell(one) for one in found.values())]
 
     rows = [
         row("parts, updates", lambda f: f"{f['parts']}, {f['updates']} of {f['asked']}"),
         row("seconds between updates, median", lambda f: str(f["apart_s"])),
         row("preparing, median ms", lambda f: ", ".join(f"{k} {v}" for k, v in f["prepare_ms"].items())),
+        row("from publication until it serves, median s",
+            lambda f: ", ".join(f"{k} {v:.2f}" for k, v in f["serves_s"].items())),
         row("saturation, requests/s", lambda f: ", ".join(map(str, f["saturation_per_s"]))),
         row("offered, requests/s", lambda f: ", ".join(map(str, f["rate_per_s"]))),
         row("requests steady, during updates", lambda f: f"{f['requests']['steady']}, {f['requests']['overlapping']}"),
         row("failed or refused", lambda f: str(f["failed"])),
-        row("answers with items of another vocab", lambda f: str(f["mixed"]["wrong_items"])),
-        row("best scores: spread in one content, distance of contents",
-            lambda f: f"{f['mixed']['score_spread']:.3g}, {f['mixed']['score_apart']:.3g}"),
+        row("answers with items of another vocab, or too few", lambda f: str(f["mixed"]["wrong_items"])),
+        row("answers nearer to other weights than to those that they name",
+            lambda f: f"{f['mixed']['nearer']} of {f['mixed']['judged']}"),
+        row("by how much nearer to those named: least, 1 in 1000", lambda f: _pair(f["mixed"]["margin"])),
+        row("scores: largest spread in a content, least distance of contents",
+            lambda f: _pair([v for v in (f["mixed"]["spread"], f["mixed"]["apart"]) if v is not None])),
+        row("requests whose scores do not follow the contents' scale",
+            lambda f: f"{f['mixed']['out_of_order']} of {f['mixed']['ordered']}"),
+        row("snapshots named, with two meanings; sets of rules",
+            lambda f: f"{f['mixed']['snapshots']}, {f['mixed']['ambiguous']}; {f['mixed']['policies']}"),
         *(row(f"steady {q} ms", lambda f, q=q: f"{f['steady_ms'][q]:.2f}") for q in QUANTILES),
         *(row(f"during {q} ms", lambda f, q=q: f"{f['during_ms'].get(q, 0):.2f}") for q in QUANTILES),
         *(row(f"during / steady, {q}", lambda f, q=q: three(f["ratio"][q]) if f["ratio"] else "") for q in QUANTILES),

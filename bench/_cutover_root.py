@@ -1,8 +1,9 @@
 """The deployment root of `bench cutover`: weights of a gigabyte and a million items, in three contents each.
 
 Contents are told apart by what they answer: the last norm of weights content n is scaled by SCALES[n], which moves
-every score, and the items of vocab content n are called "<letter><number>", but for the COMMON ones that histories
-name.
+every score and stretches their differences; an item is called by its SID behind the letter of its vocab's content, and
+but for the COMMON items, which histories name ("i" and the SID), no two contents have an item at the same SID: an item
+map finds nothing under what another vocab's trie has allowed.
 Versions are hard links to the same files with a manifest of their own, so one appears in milliseconds.
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from app.config import Limits, SidConfig
@@ -28,13 +30,13 @@ from app.vocab.artifact import save_vocab
 from app.vocab.items import Strings, Table
 from app.vocab.manifest import FileEntry, Kind, read_manifest, version_key
 from app.vocab.publish import Draft, commit, draft
+from bench._cutover_names import EVERYWHERE, LETTERS, item_name
 
 SPECIAL = 3
 """Token ids in front of the SID tokens."""
-LETTERS = "abc"
 SCALES = (0.5, 1.0, 2.0)
 COMMON = 1000
-"""Items that have the same id in every content."""
+"""Items that every content has, under the same id."""
 BLOCK = 16 << 20
 HEAVY: tuple[Kind, ...] = ("weights", "vocab")
 KEPT = 4
@@ -238,16 +240,35 @@ def _tensor(name, shape, setting, content, shared, generator) -> Iterator[bytes 
 
 
 def _make_vocab(store: Path, setting: Setting, content: int) -> None:
-    total = int(np.prod(setting.sizes))
-    flat = np.unique(np.random.default_rng(5).integers(0, total, setting.items))
+    flat, common = catalogue(setting, content)
     sids = np.stack(np.unravel_index(flat, setting.sizes), axis=1).astype(np.int32)
-    names = [f"{'i' if n < COMMON else LETTERS[content]}{n}".encode() for n in range(len(sids))]
+    letters = np.where(common, EVERYWHERE, LETTERS[content])
+    names = [item_name(letter, sid).encode() for letter, sid in zip(letters, sids.tolist(), strict=True)]
     save_vocab(Table(Strings.of(names), sids, {}), setting.sizes, store, LETTERS[content], made_by="bench")
+
+
+def catalogue(setting: Setting, content: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Items of a content as places in all SIDs, in order [n], and which of them every content has [n]."""
+    others = (
+        len(LETTERS) * np.random.default_rng(5).integers(0, _total(setting) // len(LETTERS), setting.items) + content
+    )
+    flat = np.union1d(_common(setting), others)
+    return flat, np.isin(flat, _common(setting))
 
 
 def bodies(setting: Setting, count: int = 64) -> list[bytes]:
     """Requests that every content understands."""
     generator = np.random.default_rng(3)
-    histories = generator.integers(0, min(COMMON, setting.items // 2), (count, setting.history)).tolist()
+    sids = np.stack(np.unravel_index(_common(setting), setting.sizes), axis=1).tolist()
+    histories = generator.integers(0, len(sids), (count, setting.history)).tolist()
     k = min(20, setting.width)
-    return [json.dumps({"context": {"history": [f"i{n}" for n in one]}, "k": k}).encode() for one in histories]
+    named = ([item_name(EVERYWHERE, sids[n]) for n in one] for one in histories)
+    return [json.dumps({"context": {"history": one}, "k": k}).encode() for one in named]
+
+
+def _common(setting: Setting) -> npt.NDArray[np.int64]:
+    return np.unique(np.random.default_rng(6).integers(0, _total(setting), min(COMMON, setting.items // 2)))
+
+
+def _total(setting: Setting) -> int:
+    return int(np.prod(setting.sizes))

@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import IO
 
 from app.vocab.manifest import Kind
+from bench._cutover_names import LETTERS, version_name
 from bench._cutover_processes import Clients, Row, Server, Trouble, saturation, serving
 from bench._cutover_report import write_report
-from bench._cutover_root import HEAVY, LETTERS, SETTINGS, Setting, ask_for, bodies, clean, drop_old, make_root, publish
+from bench._cutover_root import HEAVY, SETTINGS, Setting, ask_for, bodies, clean, drop_old, make_root, publish
 from bench._report import settings as machine
 
 KINDS: dict[str, tuple[Kind, ...]] = {"weights": ("weights",), "vocab": ("vocab",), "both": ("weights", "vocab")}
@@ -136,7 +137,7 @@ class Updates:
         self._number += 1
         for kind in KINDS[what]:
             self._content[kind] = (self._content[kind] + 1) % len(LETTERS)
-            version = f"v{self._number}-{LETTERS[self._content[kind]]}"
+            version = version_name(self._number, self._content[kind])
             publish(self._work, kind, self._content[kind], version)
             self._serving[kind] = version
         ask_for(self._work, self._serving)
@@ -147,8 +148,15 @@ class Updates:
 
 def _complete(server: Server, updates: list[Row]) -> None:
     """What the log says about each update: how long it was prepared, what it held up, when the old one was gone."""
-    retired = [at for at, line in server.of("artifact") if line.get("state") == "retired"]
+    said = server.of("artifact")
+    retired = [at for at, line in said if line.get("state") == "retired"]
     for n, one in enumerate(updates):
+        took = one["active"] - one["published"]
+        one["states"] = [
+            (round(at - one["published"], 3), line["kind"], line.get("state"))
+            for at, line in said
+            if line["kind"] in HEAVY and line.get("version") == one[line["kind"]] and 0 <= at - one["published"] <= took
+        ]
         following = updates[n + 1]["published"] if n + 1 < len(updates) else math.inf
         one["hold_ms"] = _fact(server, "cutover", one, "hold_ms")
         one["prepare_ms"] = _fact(server, "snapshot_ready", one, "prepare_ms")

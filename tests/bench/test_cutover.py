@@ -19,14 +19,14 @@ from bench import _cutover_processes as processes
 from bench._cutover_naive import OnTheEngine
 from bench._cutover_plot import plot
 from bench._cutover_processes import Trouble, answers_a_second, saturation
-from bench._cutover_report import QUANTILES, Ordered, mixed, quantile, ratios, write_report
-from bench._cutover_root import COMMON, KEPT, TOY, bodies, clean, drop_old, make_root, publish
+from bench._cutover_report import QUANTILES, Ordered, quantile, ratios, write_report
+from bench._cutover_root import KEPT, TOY, bodies, clean, drop_old, make_root, publish
 from bench._cutover_samples import AFTER_S, Samples
 from bench.cutover import Updates
 
 
 def client(rows):
-    """rows: (intended, latency ms, status, weights, score)."""
+    """rows: (intended, latency ms, status, weights, score); the last item's score is twice the best one's."""
     columns = {
         "intended": [row[0] for row in rows],
         "latency_ms": [row[1] for row in rows],
@@ -36,6 +36,7 @@ def client(rows):
         "weights": [row[3] for row in rows],
         "vocab": ["v1" for _ in rows],
         "score": [row[4] for row in rows],
+        "last": [2 * row[4] for row in rows],
         "mixed": [0 for _ in rows],
         "batch_ms": [1.0 for _ in rows],
     }
@@ -44,7 +45,11 @@ def client(rows):
         "answered": sum(row[2] == 200 for row in rows),
         "failed": {},
         "columns": columns,
+        "named": [NAMED],
     }
+
+
+NAMED = {"snapshot": "s", "weights": "v1", "vocab": "v1", "policy": "base", "policy_id": "p", "contract": "c"}
 
 
 def part(rows, *, mode="live", updates=((10.0, 11.0, 12.0),), trouble=()):
@@ -105,13 +110,6 @@ def test_a_draw_of_blocks_has_the_quantiles_of_their_values_together():
         assert Ordered(blocks).drawn(np.random.default_rng(seed)).tolist() == wanted
 
 
-def test_an_answer_of_other_weights_than_it_names_is_seen():
-    good = [(float(n), 1.0, 200, "v1", -1.0) for n in range(5)] + [(float(n), 1.0, 200, "v2-b", -2.0) for n in range(5)]
-    assert mixed([part(good)]) == {"wrong_items": 0, "score_spread": 0.0, "score_apart": 1.0}
-    bad = mixed([part([*good, (9.0, 1.0, 200, "v2-b", -1.0)])])
-    assert bad["score_spread"] == bad["score_apart"] == 1.0
-
-
 def test_the_report_pools_parts_and_modes(tmp_path):
     rows = [(n / 10, 5.0 if n % 10 else 9.0, 200, "v1", -1.0) for n in range(230)]
     slow = [(at, 30 * ms if 10 < at < 12 else ms, *rest) for at, ms, *rest in rows]
@@ -125,9 +123,23 @@ def test_the_report_pools_parts_and_modes(tmp_path):
     assert "not known: steady stretches may be 2.00 apart (A/A)" in write_report([part(uneven)], tmp_path / "u")
     summary = json.loads((tmp_path / "r.json").read_text())["summary"]
     assert summary["live"]["requests"]["sent"] == 460
+    assert summary["live"]["seconds"] == {"steady": 36.0, "updates": 10.0}
+    assert "live: 2 cutovers in 10 s and 36 s steady, in 2 parts; naive: 1 cutovers in 5 s and 18 s" in text
+    assert "in 1 parts, all of commit c." in text
     picture = (tmp_path / "r.svg").read_text()
-    assert picture.count("<polyline") == 2
+    assert picture.count("<polyline") == 4  # tail and rate, live and naive
     assert picture == plot({"live": part(rows), "naive": part(slow, mode="naive")})
+
+
+def test_parts_of_other_commits_are_refused(tmp_path):
+    rows = [(n / 10, 5.0, 200, "v1", -1.0) for n in range(230)]
+    other = part(rows)
+    other["machine"] = {**other["machine"], "commit": "d+"}
+    with pytest.raises(SystemExit, match=r"different commits are not pooled: c, d\+"):
+        write_report([part(rows), other], tmp_path / "r")
+    assert not (tmp_path / "r.md").exists()
+    unknown = {**part(rows), "machine": {**other["machine"], "commit": ""}}
+    assert "all of commit unknown." in write_report([unknown], tmp_path / "r")
 
 
 def test_a_part_that_was_cut_short_says_so_and_parts_of_other_settings_are_refused(tmp_path):
@@ -211,7 +223,6 @@ def test_a_root_has_three_contents_of_each_kind_and_versions_that_are_links(tmp_
         verify(root / kind / version, kind)
     assert sorted(["v10-c", "v2-b", "v1"], key=version_key) == ["v1", "v2-b", "v10-c"]
     vocab = load_vocab(root / "vocab" / "v10-c", deployment.sid.sizes)
-    assert {vocab.id(item)[0] for item in range(COMMON, len(vocab))} == {"c"}
     asked = [one["context"]["history"] for one in map(json.loads, bodies(TOY))]
     assert min(vocab.find([item for one in asked for item in one])) >= 0
     with pytest.raises(SystemExit, match="another setting"):
