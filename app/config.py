@@ -60,6 +60,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     watch  "polling" = do not ask the operating system for events; every change is still found within seconds
     model_name     what clients of TensorFlow Serving's and the Open Inference Protocol's routes call the model
     strict  an edit of policies goes live as a whole or not at all: with an error in one file, none of them changes
+    front_ends     processes that speak HTTP for this one, which then serves the model alone; 0 = this one does both
     explain_per_s  answers that may be explained in a second: each costs one request's engine time; 0 = none
     """
 
@@ -79,6 +80,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     drain_delay_s: Annotated[float, Meta(ge=0, le=600)] = 0.5
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
     threads: Natural = 0
+    front_ends: Annotated[int, Meta(ge=0, le=64)] = 0
     explain_per_s: Annotated[float, Meta(ge=0, le=1000)] = 2.0
     model_name: Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] = "widebeam"
 

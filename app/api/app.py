@@ -19,10 +19,11 @@ from app.api.pages import Console
 from app.api.recommend import ARM_HEADER, TIMEOUT_HEADERS, Recommend
 from app.config import Deployment
 from app.runtime.control import Control
-from app.runtime.front import Front
+from app.runtime.front import Counts, Door, Front
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
 
+RECOMMEND: Final = "/v1/recommend"
 REFUSALS: Final = (400, 406, 408, 413, 415, 422, 429, 503, 504)
 EXAMPLES: Final = {
     "history": {
@@ -54,7 +55,32 @@ def public(
     """The public application: POST /v1/recommend, health, metrics, versions under other servers' names,
     /openapi.json. control: as in `admin`."""
     app = _fastapi("Widebeam", "Recommendations by generative models with wide beams.", "/openapi.json")
-    recommend = Recommend(front, deployment, metrics, clock)
+    recommend = _recommend(app, front, deployment, metrics, clock)
+    app.include_router(health.routes(readiness, metrics))
+    models = aliases.Models(deployment.server.model_name, deployment.family, control or front, readiness)
+    app.include_router(aliases.routes(models))
+    openapi.install(app, (recommend.body, wire.Answer, wire.Live, wire.Ready))
+    return _wrap(app, deployment, log, readiness, clock)
+
+
+def recommendations(
+    door: Door,
+    deployment: Deployment,
+    counts: Counts,
+    log: Log,
+    readiness: Readiness,
+    clock: Callable[[], float] = time.monotonic,
+) -> ASGIApp:
+    """POST /v1/recommend of the public application, for a process that speaks HTTP for another one."""
+    app = _fastapi("Widebeam", "", None)
+    _recommend(app, door, deployment, counts, clock)
+    return _wrap(app, deployment, log, readiness, clock)
+
+
+def _recommend(
+    app: FastAPI, door: Door, deployment: Deployment, counts: Counts, clock: Callable[[], float]
+) -> Recommend:
+    recommend = Recommend(door, deployment, counts, clock)
     described = openapi.operation(
         "recommend",
         tag="recommend",
@@ -64,12 +90,8 @@ def public(
         examples=EXAMPLES,
         parameters=_parameters(),
     )
-    app.add_api_route("/v1/recommend", recommend.post, methods=["POST"], **described)
-    app.include_router(health.routes(readiness, metrics))
-    models = aliases.Models(deployment.server.model_name, deployment.family, control or front, readiness)
-    app.include_router(aliases.routes(models))
-    openapi.install(app, (recommend.body, wire.Answer, wire.Live, wire.Ready))
-    return _wrap(app, deployment, log, readiness, clock)
+    app.add_api_route(RECOMMEND, recommend.post, methods=["POST"], **described)
+    return recommend
 
 
 def admin(
@@ -98,7 +120,7 @@ def admin(
     return _wrap(Console(guarded), deployment, log, readiness, clock)
 
 
-def _fastapi(title: str, description: str, document: str) -> FastAPI:
+def _fastapi(title: str, description: str, document: str | None) -> FastAPI:
     return FastAPI(
         title=title,
         description=description,

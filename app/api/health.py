@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
 from fastapi import APIRouter, Response
 
 from app.api import media, openapi, wire
-from app.runtime.front import Front
 from app.runtime.metrics import CONTENT_TYPE, Metrics
+
+
+class HasReasons(Protocol):
+    """Whoever knows why this server is not ready."""
+
+    def reasons(self) -> tuple[str, ...]:
+        """See `front.Front`."""
 
 
 class Readiness:
@@ -17,7 +24,7 @@ class Readiness:
     Readiness drops when `leave` is called, a while before anything is refused: balancers need time to look away.
     """
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: HasReasons) -> None:
         self._front = front
         self.left = asyncio.Event()
 

@@ -15,8 +15,7 @@ from app.api import codec, errors, media, wire
 from app.api.middleware import Record
 from app.config import Deployment
 from app.errors import Cancelled, Draining, InvalidRequest, Refused
-from app.runtime.front import Front, Ticket
-from app.runtime.metrics import Metrics
+from app.runtime.front import Counts, Door, Ticket
 
 TIMEOUT_HEADERS: Final = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
 ARM_HEADER: Final = b"x-widebeam-arm"
@@ -26,11 +25,11 @@ _DIGITS: Final = re.compile(r"[0-9]{1,8}")
 class Recommend:
     """The hot handler. Everything that can be made once is made here."""
 
-    def __init__(self, front: Front, deployment: Deployment, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, door: Door, deployment: Deployment, counts: Counts, clock: Callable[[], float]) -> None:
         self.body = wire.body_type(deployment.limits)
-        self._front = front
+        self._door = door
         self._override = deployment.server.policy_override
-        self._metrics = metrics
+        self._counts = counts
         self._clock = clock
         self._decoders = codec.decoders(self.body)
 
@@ -41,7 +40,7 @@ class Recommend:
         try:
             kind, asked = await self._asked(request, record)
             start = asked.received
-            ticket = self._front.admit(asked)
+            ticket = self._door.admit(asked)
             outcome = await outcome_or_cancel(ticket, request.receive)
             data = media.ENCODE[kind](wire.to_answer(outcome))
             record.outcome, policy = outcome.status, outcome.versions.policy
@@ -49,10 +48,10 @@ class Recommend:
         except Exception as error:
             record.outcome = errors.outcome_of(error)
             if isinstance(error, Refused):
-                self._metrics.shed_total.labels(error.code).inc()
+                self._counts.shed(error.code)
             raise
         finally:
-            self._metrics.request_done(record.outcome, policy, self._clock() - start)
+            self._counts.request_done(record.outcome, policy, self._clock() - start)
         return Response(data, media_type=kind)
 
     async def _asked(self, request: Request, record: Record) -> tuple[str, core.Request]:

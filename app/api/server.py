@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import uvicorn
-from starlette.types import ASGIApp
-
 from app.api import app as apps
 from app.api.admin import Tokens
+from app.api.front_ends import FrontEnds, Start
 from app.api.health import Readiness
-from app.api.protocol import protocol
+from app.api.listener import BACKLOG, Listener, watch_lag
 from app.config import Deployment, Server
 from app.errors import BadDeployment, WidebeamError
 from app.runtime.control import Control
@@ -31,8 +29,6 @@ from app.runtime.front import Front
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
 
-BACKLOG: Final = 2048
-LAG_PERIOD_S: Final = 0.1
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -59,12 +55,14 @@ async def serve(
     on_ready: Callable[[Addresses], None] = lambda _: None,
     stop: asyncio.Event | None = None,
     control: Control | None = None,
+    start: Start | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. Meant for uvloop's event loop.
 
     root      the deployment root; a relative `server.admin_tokens` lies under it
     on_ready  called once both listeners accept connections (the runtime may still be loading: that is readiness)
     control   what the admin application steers; None = it only reads the status
+    start     starts a process for `server.front_ends`; None where there are none
     stop      given: setting it does what SIGTERM does, and no signal handler is touched (for callers with their own)
 
     Raises BadDeployment for `admin_auth = "none"` off loopback, CannotListen for an address that is taken or wrong.
@@ -77,12 +75,16 @@ async def serve(
         ports = {"port": server.port, "admin_port": server.admin_port}
         sockets = [stack.enter_context(_listen(server.host, port, key)) for key, port in ports.items()]
         addresses = Addresses(*(_url(server.host, listener) for listener in sockets))
-        public = Listener(apps.public(front, deployment, metrics, log, readiness, control=control), server, sockets[0])
+        public_app = apps.public(front, deployment, metrics, log, readiness, control=control)
+        public: Listener | FrontEnds = Listener(public_app, server, sockets[0])
+        if server.front_ends > 0:
+            assert start is not None, "who asks for front ends says how they start"
+            public = FrontEnds(public_app, front, deployment, metrics, log, readiness, sockets[0], start)
         admin_app = apps.admin(front, deployment, metrics, log, readiness, tokens, control=control)
         admin = Listener(admin_app, server, sockets[1])
         if stop is None:
             stop = stack.enter_context(_stop_on_signals(log))
-        lag = asyncio.create_task(_watch_lag(metrics))
+        lag = asyncio.create_task(watch_lag(metrics))
         try:
             await _until_stopped(public, admin, stop, lambda: _announce(addresses, log, on_ready))
             await _leave(front, readiness, public, server, log)
@@ -93,60 +95,9 @@ async def serve(
     log.info("stopped")
 
 
-class Listener:
-    """One uvicorn server on a bound socket: starts, stops accepting, ends. It never touches signals."""
-
-    def __init__(self, app: ASGIApp, server: Server, listener: socket.socket) -> None:
-        config = uvicorn.Config(
-            app,
-            http=protocol(server.read_timeout_s),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=server.keep_alive_s,  # type: ignore[arg-type]  # seconds; fractions work
-        )
-        self._server = _Uvicorn(config)
-        self._socket = listener
-        self.task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Accept connections."""
-        self.task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        started = asyncio.create_task(self._server.accepting.wait())
-        await asyncio.wait((self.task, started), return_when=asyncio.FIRST_COMPLETED)
-        started.cancel()
-
-    async def end(self, timeout_s: float = 0.0) -> None:
-        """Stop accepting, close idle connections, give running requests `timeout_s`, then cut them."""
-        if self.task is None:
-            return
-        # read when it stops accepting; 0 means "for ever" to uvicorn's wait
-        self._server.config.timeout_graceful_shutdown = max(timeout_s, 0.01)  # type: ignore[assignment]
-        self._server.should_exit = True
-        await asyncio.gather(self.task, return_exceptions=True)
-
-
-class _Uvicorn(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.accepting = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then say so."""
-        await super().startup(sockets)
-        self.accepting.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone: `serve` owns them."""
-        yield
-
-
-async def _until_stopped(public: Listener, admin: Listener, stop: asyncio.Event, announce: Callable[[], None]) -> None:
+async def _until_stopped(
+    public: Listener | FrontEnds, admin: Listener, stop: asyncio.Event, announce: Callable[[], None]
+) -> None:
     """Start both; return when `stop` is set or a listener dies of itself (then raise what killed it)."""
     await admin.start()
     await public.start()
@@ -162,9 +113,10 @@ async def _until_stopped(public: Listener, admin: Listener, stop: asyncio.Event,
             task.result()
 
 
-async def _leave(front: Front, readiness: Readiness, public: Listener, server: Server, log: Log) -> None:
+async def _leave(front: Front, readiness: Readiness, public: Listener | FrontEnds, server: Server, log: Log) -> None:
     """Readiness, delay, listeners, rest: the order of leaving."""
     readiness.leave()
+    public.leave()
     log.info("draining", delay_s=server.drain_delay_s, timeout_s=server.drain_timeout_s)
     await asyncio.sleep(server.drain_delay_s)
     front.begin_drain()
@@ -242,12 +194,3 @@ def _stop_on_signals(log: Log) -> Iterator[asyncio.Event]:
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
-
-
-async def _watch_lag(metrics: Metrics) -> None:
-    """Measure how late this loop wakes up, for ever."""
-    loop = asyncio.get_running_loop()
-    while True:
-        expected = loop.time() + LAG_PERIOD_S
-        await asyncio.sleep(LAG_PERIOD_S)
-        metrics.event_loop_lag_seconds.observe(max(0.0, loop.time() - expected))

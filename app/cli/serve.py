@@ -12,7 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from app.api import server
-from app.cli import loop
+from app.cli import front_end, loop
 from app.cli.compose import Device, Overrides, Service, compose
 from app.runtime.logs import route_stdlib
 
@@ -58,6 +58,7 @@ async def run(
             on_ready=on_ready,
             stop=stop,
             control=live,
+            start=front_end.start,
         )
     finally:
         following.cancel()

@@ -66,6 +66,11 @@ class Channel(asyncio.Protocol, Generic[Message]):
         if self._transport is not None:
             self._transport.close()
 
+    def abort(self) -> None:
+        """End the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
     # ---- in ----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -88,7 +93,7 @@ class Channel(asyncio.Protocol, Generic[Message]):
                 self.received(message)
         except Exception as error:  # noqa: BLE001  whatever the other end wrote, only this connection may end of it
             self.broken(error)
-            self._transport.abort()
+            self.abort()
 
     def _whole(self) -> Sequence[Message]:
         """The messages that have come as a whole; what is left of the bytes waits for more."""

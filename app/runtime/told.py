@@ -27,7 +27,7 @@ class ToldTicket:
         self._cancelled = self._ended = False
 
     def cancel(self) -> None:
-        """See `front.Handle.cancel`. Whoever keeps the time cancels at the deadline, too: that is no client who left."""
+        """See `front.Handle.cancel`; at the deadline, whoever keeps the time cancels, too: then no client has left."""
         if not self._ended:
             self._ended = True
             self._cancelled = self._deadline is None or self._clock() < self._deadline

@@ -1,0 +1,84 @@
+"""A front end: HTTP in a process of its own, for an engine in another one that has started it (`front_ends`)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import time
+from collections.abc import Callable
+from typing import BinaryIO, Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.api import app as apps
+from app.api import in_memory
+from app.api.health import Readiness
+from app.api.listener import LAG_PERIOD_S, Listener, watch_lag
+from app.api.remote import Remote
+from app.runtime.logs import make_log, route_stdlib
+
+GONE_S: Final = 1.0
+"""For the last answers, where the engine has gone: nothing can come any more, and its successor wants the port."""
+
+
+async def run(
+    listener: socket.socket,
+    engine: socket.socket,
+    stream: BinaryIO,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Serve until the engine says to end, or has gone.
+
+    listener: the public socket, bound and listening · engine: an end of a pair of UNIX sockets · stream: for the log
+    """
+    engine.setblocking(False)
+    _, remote = await asyncio.get_running_loop().create_unix_connection(lambda: Remote(clock), sock=engine)
+    await asyncio.wait((remote.hello,))
+    if remote.hello.cancelled():
+        return
+    hello = remote.hello.result()
+    deployment = hello.deployment
+    log = make_log(stream, deployment.log.level)
+    route_stdlib(log)
+    readiness = Readiness(remote)
+    remote.leave = readiness.leave
+    if hello.leaving:
+        readiness.leave()
+    hot = apps.recommendations(remote, deployment, remote.counts, log, readiness, clock)
+    http = Listener(Routes(remote, hot), deployment.server, listener)
+    await http.start()
+    gc.collect()
+    gc.freeze()  # what is there now stays
+    remote.say_accepting()
+    watching = [asyncio.create_task(one) for one in (watch_lag(remote.counts), _tell(remote))]
+    try:
+        end = await remote.end
+        await http.end(GONE_S if end is None else end.timeout_s)
+    finally:
+        for task in watching:
+            task.cancel()
+        remote.tell()
+        remote.close()
+
+
+class Routes:
+    """The recommendations are served here; what else there is, the engine's process answers."""
+
+    def __init__(self, remote: Remote, recommendations: ASGIApp) -> None:
+        self._remote, self._recommendations = remote, recommendations
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI scope."""
+        if scope["path"] == apps.RECOMMEND and scope["method"] == "POST":
+            await self._remote.room()
+            await self._recommendations(scope, receive, send)
+        else:
+            await in_memory.respond(await self._remote.fetch(scope), scope, receive, send)
+
+
+async def _tell(remote: Remote) -> None:
+    """Say what was counted, for ever."""
+    while True:
+        await asyncio.sleep(LAG_PERIOD_S)
+        remote.tell()
