@@ -137,6 +137,12 @@ class Rejected(WidebeamError):
         first.others = tuple(others)
         return first
 
+    def bare(self) -> Rejected:
+        """The same without its traceback, for whoever keeps it: the frames in that hold all that was being loaded."""
+        found = Rejected(self.code, self.message, location=self.location)
+        found.others = tuple(one.bare() for one in self.others)
+        return found
+
     def __str__(self) -> str:
         return f"{self.location}: {self.message}" if self.location else self.message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,12 @@ def contracts_without_exports() -> Iterator[None]:
     Tests of contracts undo this, and so does whatever starts another process on a root without a contract."""
     with support.without_exports():
         yield
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """What refers to itself in a ring stays: garbage is not collected while the test runs."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
 from app.api import errors, media, openapi
-from app.errors import InvalidRequest, Refused, Rejected
+from app.errors import InvalidRequest, Refused, Rejected, WidebeamError
 from app.runtime.control import Control, Document, Kind
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -231,11 +231,11 @@ async def _decided(decision: Awaitable[Document]) -> Document:
     try:
         return await decision
     except Rejected as error:
-        refused = InvalidRequest(error.message, path=error.location)
+        refused: WidebeamError = InvalidRequest(error.message, path=error.location)
         refused.code = error.code
-        raise refused from error
     except OSError as error:
-        raise Refused(f"the decision cannot be kept: {error.strerror}") from error
+        refused = Refused(f"the decision cannot be kept: {error.strerror}")
+    raise refused  # not from the other, whose traceback holds snapshots: ours is kept until the request is logged
 
 
 def answer(document: Document, status: int = 200) -> Response:

@@ -315,9 +315,7 @@ class ArtifactUpdates:
         """A set does not work together. An edited overlay is blamed where all else serves already, or new versions."""
         if self._is_about_overlay(want):
             running = self.stage.serving.deployment if self.stage.serving else self._deployment
-            # without its traceback: the frames in it hold what was refused, in memory that others wait for
-            bare = Rejected(error.code, error.message, location=error.location)
-            self._overlay = Overlay(running, self._overlay.restart, bare)
+            self._overlay = Overlay(running, self._overlay.restart, error.bare())
             self._retries.refused(DEPLOYMENT, error.code)
             self._say_overlay()
             self._log.error("deployment_rejected", code=error.code, message=error.message, location=error.location)
@@ -430,5 +428,5 @@ def _problem(one: Candidate, kind: Kind) -> Rejected | None:
     try:
         verify(one.found.directory, kind)
     except Rejected as error:
-        return error
+        return error.bare()
     return None

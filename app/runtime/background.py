@@ -34,7 +34,10 @@ class Background:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._work.put(partial(_answer, call, loop, future))
-        return await future
+        try:
+            return await future
+        finally:
+            del future  # it holds the exception, whose traceback holds this frame: whatever was loaded would stay
 
     def close(self) -> None:
         """End the thread when it is done with what it does; a load that takes longer is not waited for."""
@@ -50,15 +53,18 @@ class Background:
 
 
 def _answer(call: Callable[[], T], loop: asyncio.AbstractEventLoop, future: asyncio.Future[T]) -> None:
-    def tell(act: Callable[[], None]) -> None:
-        if not future.done():  # whoever waited may have been cancelled
-            act()
-
     try:
         act = partial(future.set_result, call())
     except BaseException as error:  # noqa: BLE001  whoever waits gets it
         act = partial(future.set_exception, error)
     try:
-        loop.call_soon_threadsafe(tell, act)
+        loop.call_soon_threadsafe(_tell, future, act)
     except RuntimeError:  # the loop has ended: nobody waits any more
         return
+    finally:
+        del act, future  # the exception's traceback holds this frame
+
+
+def _tell(future: asyncio.Future[T], act: Callable[[], None]) -> None:
+    if not future.done():  # whoever waited may have been cancelled
+        act()

@@ -184,7 +184,7 @@ class Contracts:
 
     def _store(self, new_id: str, document: Mapping[str, object], deployment: Deployment) -> Path | None:
         """Write a contract file; having nowhere to write it is no reason not to serve."""
-        why: OSError | None = None
+        why = ""
         for folder, place in self._folders(deployment):
             file = folder / f"{new_id}.json"
             try:
@@ -193,13 +193,13 @@ class Contracts:
                 state_dir.write(file, encode(document))
                 file.chmod(0o644)
             except OSError as error:
-                why = why or error
+                why = why or str(error.strerror)
                 continue
             self._unkept.pop(new_id, None)
             if self._log is not None:
                 self._log.info("contract_stored", contract=new_id, file=f"{place}/{file.name}")
             return file
-        message = f"cannot be written, here or in the state directory: {why.strerror if why else ''}"
+        message = f"cannot be written, here or in the state directory: {why}"
         problem = Rejected("contract_not_stored", message, location=f"{FOLDER}/{new_id}.json")
         if new_id not in self._unkept:
             self._say("contract_not_stored", problem)

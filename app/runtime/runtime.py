@@ -184,7 +184,7 @@ class Runtime:
             requests = await asyncio.to_thread(Requests.under, snapshot, canary.head.policy)
             problem = await differs(canary, requests, self.serve_alone)
         except Rejected as error:
-            problem = error
+            problem = error.bare()
         if problem is None:
             self._log.info("canary_passed", requests=len(canary.cases), **facts)
         return problem

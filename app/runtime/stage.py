@@ -171,7 +171,7 @@ class Stage:
                 canary = await self._background.run(partial(read_canary, directory, kind))
                 problem = await self._runtime.expect(snapshot, canary) if canary else None
             except Rejected as error:
-                problem = error
+                problem = error.bare()
             if problem is not None:
                 raise Refused(kind, option.version, problem)
 

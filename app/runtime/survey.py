@@ -68,7 +68,7 @@ def survey(root: Path, state_dir: Path, known: Survey | None = None, kinds: tupl
         try:
             wanted = asked(file, place)
         except Rejected as error:
-            problem = error
+            problem = error.bare()
             continue
         if wanted:
             ask, asked_by, problem = {**ask, **wanted}, place, None  # what is wrong with a weaker file does not matter
@@ -91,7 +91,7 @@ def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate]) -> Candid
         return Candidate(found, fingerprint, read_manifest(found.directory, kind), None)
     except Rejected as error:
         removed = not may_be_complete(found.directory)  # meanwhile: nothing is wrong with it
-        return Candidate(found, fingerprint, None, None if removed else error)
+        return Candidate(found, fingerprint, None, None if removed else error.bare())
 
 
 def _may_pass(problem: Rejected | None) -> bool:

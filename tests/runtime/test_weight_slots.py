@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 from app.cli.compose import read_deployment
 from tests import support
 from tests.live_support import live_server
@@ -78,7 +76,7 @@ async def test_versions_take_turns_in_three_slots(tmp_path):
         assert counters["failed"] == counters["refused"] == 0
 
 
-async def test_a_refused_edit_of_limits_gives_its_weight_slot_back(tmp_path, monkeypatch):
+async def test_a_refused_edit_of_limits_gives_its_weight_slot_back(tmp_path, monkeypatch, no_collections):
     root = world(tmp_path)
     async with live_server(root) as server:
         runtime = server.live._runtime
@@ -97,5 +95,4 @@ async def test_a_refused_edit_of_limits_gives_its_weight_slot_back(tmp_path, mon
                 weights(root, f"v{number}", number)
                 status = await server.settles(serving(f"v{number}"))
             assert status["deployment"]["state"] == "rejected"
-            gc.collect()
             await server.settles(lambda status: slots.lent == 2)  # the version before last goes a little after the swap
