@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from app.api.server import Addresses, serve
+from app.cli import front_end
 from app.config import Deployment, Limits, Server, SidConfig
 from app.core import Exposure, HistoryIds, Item, Outcome, Request, Timings, Versions
 from app.errors import Cancelled, Expired, Fault, InvalidRequest, ModelOutput, QueueFull, WidebeamError
@@ -94,6 +95,7 @@ class FakeFront:
     draining: bool = False
     release: asyncio.Event = field(default_factory=asyncio.Event)
     cancel_seen: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: set[asyncio.Task[None]] = field(default_factory=set)
 
     def admit(self, request: Request) -> Ticket:
         word = request.context.ids[0] if isinstance(request.context, HistoryIds) and request.context.ids else ""
@@ -101,6 +103,20 @@ class FakeFront:
             raise RAISES[word]
         self.admitted.append(request)
         return FakeTicket(self, request)
+
+    def hand_in(self, request: Request, tell: Callable[[Outcome | WidebeamError], None]) -> Ticket:
+        ticket = self.admit(request)
+
+        async def wait() -> None:
+            try:
+                tell(await ticket.outcome())
+            except Exception as error:
+                tell(error if isinstance(error, WidebeamError) else Fault.of(error))
+
+        task = asyncio.create_task(wait())
+        self.waiting.add(task)
+        task.add_done_callback(self.waiting.discard)
+        return ticket
 
     def reasons(self) -> tuple[str, ...]:
         return self.why_not
@@ -148,7 +164,7 @@ async def served(front: FakeFront | None = None, root: Path = Path(), **server: 
     stop = asyncio.Event()
     task = asyncio.create_task(
         serve(front, deployment(**server), metrics, make_log(log, "debug"), root=root, on_ready=ready.set_result,
-              stop=stop)
+              stop=stop, start=front_end.start)
     )  # fmt: skip
     await asyncio.wait((ready, task), return_when=asyncio.FIRST_COMPLETED)
     if task.done():

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from app.api import listener
 from app.api import server as module
 from app.api.server import CannotListen, is_loopback
 from tests.api.support import GOLDEN, ask, connect, get, message, served, until
@@ -158,11 +159,11 @@ async def test_ports_of_choice_0_are_reported_and_no_server_header_is_sent():
 
 
 async def test_a_listener_that_dies_ends_the_server_with_its_error(monkeypatch):
-    class Broken(module._Uvicorn):
+    class Broken(listener._Uvicorn):
         async def main_loop(self) -> None:
             raise RuntimeError("listener broke")
 
-    monkeypatch.setattr(module, "_Uvicorn", Broken)
+    monkeypatch.setattr(listener, "_Uvicorn", Broken)
     with pytest.raises(RuntimeError, match="listener broke"):
         async with served() as server:
             await until(server.stop.is_set, 0.5)
