@@ -110,7 +110,7 @@ class FakeFront:
         async def wait() -> None:
             try:
                 tell(await ticket.outcome())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  as the runtime
                 tell(error if isinstance(error, WidebeamError) else Fault.of(error))
 
         task = asyncio.create_task(wait())

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from tests.api.support import GOLDEN, FakeFront, Reply, ask, connect, get, message, served, until
+from tests.api.support import GOLDEN, Reply, ask, connect, get, message, served, until
 from tests.api.test_hostile import HOSTILE
 
 HELD = {"context": {"history": ["hold"]}, "k": 1}

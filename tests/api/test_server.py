@@ -10,7 +10,6 @@ import time
 import pytest
 
 from app.api import listener
-from app.api import server as module
 from app.api.server import CannotListen, is_loopback
 from tests.api.support import GOLDEN, ask, connect, get, message, served, until
 

@@ -56,7 +56,9 @@ REQUESTS = st.builds(
 OUTCOMES = st.builds(
     Outcome,
     request_id=TEXT,
-    items=st.lists(st.builds(Item, TEXT, FINITE, st.lists(st.integers(0, 2**31 - 1)).map(tuple)), max_size=3).map(tuple),
+    items=st.lists(st.builds(Item, TEXT, FINITE, st.lists(st.integers(0, 2**31 - 1)).map(tuple)), max_size=3).map(
+        tuple
+    ),
     status=st.sampled_from(["ok", "underfilled", "no_candidates"]),
     reason=st.none() | TEXT,
     versions=st.builds(Versions, *[TEXT] * 6),
