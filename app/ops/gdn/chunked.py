@@ -9,6 +9,8 @@ With gamma_i the product of the alphas of a chunk up to position i, D_ij = gamma
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,51 +18,60 @@ from torch import Tensor
 
 from app.ops.graph import as_node
 
-CHUNK = 64
-"""Positions of a chunk: the work inside grows with it, the number of states in a row shrinks."""
+CHUNK, CPU_CHUNK = 64, 32
+"""Positions of a chunk: the work inside grows with it, the number of states in a row shrinks. On a CPU shorter ones
+cost less: what grows are passes over memory and triangular solves."""
 
 
 class Chunks(NamedTuple):
-    """How ragged prompts are cut; made once for all layers. B chunks in all, a prompt's own in a row.
+    """How ragged prompts are cut; made once for all layers. B chunks in all: the first one of every prompt, then the
+    second one of those that have it, and so on, prompts of many chunks in front.
 
     token     [B, C] int64   the token at each place; behind a prompt's end its last token again
     real      [B, C] bool    places that are no padding
     place     [T] int64      where each token went, as b * C + c
-    active    one entry for each round of the scan: (requests that still have a chunk, that chunk), int64 both
-    requests  R
+    rounds    of the scan: the first chunk of each, and how many there are
+    rank      [R] int64      where each request is in a round
     start     what was cut
     """
 
     token: Tensor
     real: Tensor
     place: Tensor
-    active: tuple[tuple[Tensor, Tensor], ...]
-    requests: int
+    rounds: tuple[tuple[int, int], ...]
+    rank: Tensor
     start: Tensor
 
 
-def plan_chunks(start: Tensor, size: int = CHUNK) -> Chunks:
+def plan_chunks(start: Tensor, size: int | None = None) -> Chunks:
     """start [R + 1] int: request r owns the tokens start[r]:start[r + 1] (none is allowed)."""
     if torch.compiler.is_exporting():  # a graph has the cutting inside its node
         nothing = start.new_empty(0)
-        return Chunks(nothing, nothing, nothing, (), start.shape[0] - 1, start)
+        return Chunks(nothing, nothing, nothing, (), nothing, start)
     device, begin = start.device, start.long()
+    if size is None:
+        size = CPU_CHUNK if device.type == "cpu" else CHUNK
     length = begin.diff()
-    count = (length + size - 1) // size
-    first = count.cumsum(0) - count
-    counts = count.tolist()
-    total = sum(counts)
-    requests = torch.arange(len(length), device=device)
-    owner = torch.repeat_interleave(requests, count, output_size=total)
-    offset = (torch.arange(total, device=device) - first[owner]).unsqueeze(1) * size + torch.arange(size, device=device)
-    real = offset < length[owner].unsqueeze(1)
-    index = torch.minimum(offset, length[owner].unsqueeze(1) - 1) + begin[owner].unsqueeze(1)
-    place = real.view(-1).nonzero().view(-1)
-    active = []
-    for i in range(max(counts, default=0)):
-        left = requests[count > i]
-        active.append((left, first[left] + i))
-    return Chunks(index, real, place, tuple(active), len(counts), start)
+    lengths = length.tolist()
+    counts = [-(-one // size) for one in lengths]
+    active = [sum(one > i for one in counts) for i in range(max(counts, default=0))]
+    rounds = tuple(zip(accumulate(active, initial=0), active, strict=False))
+    order = sorted(range(len(counts)), key=lambda r: -counts[r])
+    ranked = torch.tensor(order, dtype=torch.int64, device=device)
+    rank = torch.empty_like(ranked).index_copy_(0, ranked, torch.arange(len(order), device=device))
+    first, many = torch.tensor(rounds, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
+
+    lap = torch.repeat_interleave(many, output_size=sum(active))  # of each chunk
+    owner = ranked[torch.arange(len(lap), device=device) - first[lap]].unsqueeze(1)
+    offset = (lap * size).unsqueeze(1) + torch.arange(size, device=device)
+    real = offset < length[owner]
+    token = torch.minimum(offset, length[owner] - 1) + begin[owner]
+
+    request = torch.repeat_interleave(length, output_size=sum(lengths))  # of each token
+    position = torch.arange(len(request), device=device) - (begin - begin[0])[request]
+    lap = position // size
+    place = (first[lap] + rank[request]) * size + position - lap * size
+    return Chunks(token, real, place, rounds, rank, start)
 
 
 def chunked_delta_rule(
@@ -100,39 +111,48 @@ def _delta_rule(
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
-    hk, hv, width = k.shape[1], v.shape[1], v.shape[2]
-    group, size = hv // hk, chunks.token.shape[1]
-    blocks = len(chunks.token)
-    query, key = (x[chunks.token].permute(0, 2, 1, 3).unsqueeze(2) for x in (q, k))  # [B, HK, 1, C, K]
-    value = v[chunks.token].float().permute(0, 2, 1, 3).reshape(blocks, hk, group, size, width)
-    gate = _by_head(beta, chunks, hk)
-    decay = _by_head(log_alpha, chunks, hk).cumsum(3)  # [B, HK, G, C]
-    pair = (decay.unsqueeze(4) - decay.unsqueeze(3)).exp_().tril_()
-    system = (key @ key.transpose(3, 4)) * pair * gate.unsqueeze(4)
-    right = torch.cat([value, key * decay.exp().unsqueeze(4)], 4) * gate.unsqueeze(4)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    written, read = solved.split([width, k.shape[2]], 4)
-    within = (query @ key.transpose(3, 4)) * pair
-    asked = query * decay.exp().unsqueeze(4)
-    kept = key * (decay[..., -1:] - decay).exp().unsqueeze(4)
-    carried = decay[..., -1].exp()[..., None, None]
-    states = k.new_zeros((chunks.requests, hk, group, k.shape[2], width), dtype=torch.float32)
-    out = torch.empty_like(written)
-    for requests, block in chunks.active:
-        state = states[requests]
-        delta = torch.baddbmm(_flat(written[block]), _flat(read[block]), _flat(state), alpha=-1).view_as(written[block])
-        out[block] = asked[block] @ state + within[block] @ delta
-        states[requests] = state * carried[block] + kept[block].transpose(3, 4) @ delta
-    tokens = out.permute(0, 3, 1, 2, 4).reshape(-1, hv, width).index_select(0, chunks.place)
-    return tokens, states.view(-1, hv, k.shape[2], width)
+    hk, hv, dim, width = k.shape[1], v.shape[1], k.shape[2], v.shape[2]
+    group, (blocks, size) = hv // hk, chunks.token.shape
+    by_head = (blocks, hk, group, size)
+    at, own = _places(chunks.token, hk), _places(chunks.token, hv)
+    query, key = (x.reshape(-1, dim).index_select(0, at).view(blocks, hk, 1, size, dim) for x in (q, k))
+    value = v.reshape(-1, width).index_select(0, own).float().view(*by_head, width)
+    gate, decay = (_gates(x, own, chunks).view(by_head) for x in (beta, log_alpha))
+    exp = torch.exp
+    if decay.device.type == "cpu":  # where results leave the range of numbers, exp there takes ten times as long
+        exp, decay = torch.exp2, decay * math.log2(math.e)
+    decay = decay.cumsum(3)
+    grown = exp(decay).unsqueeze(4)
+    pair = exp(decay.unsqueeze(4) - decay.unsqueeze(3)).tril_()
+    system = ((key @ key.transpose(3, 4)) * pair).mul_(gate.unsqueeze(4))
+    right = torch.cat([value, key * grown], 4).mul_(gate.unsqueeze(4))
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).flatten(0, 2)
+    written, read = solved.split([width, dim], 2)
+    within = pair.mul_(query @ key.transpose(3, 4)).flatten(0, 2)
+    asked = (query * grown).flatten(0, 2)
+    kept = (key * exp(decay[..., -1:] - decay).unsqueeze(4)).flatten(0, 2).transpose(1, 2)
+    carried = grown[..., -1:, :].flatten(0, 2)
+    states = k.new_zeros((len(chunks.rank) * hv, dim, width), dtype=torch.float32)
+    out = torch.empty_like(written, memory_format=torch.contiguous_format)
+    for first, count in chunks.rounds:
+        state, each = states[: count * hv], slice(first * hv, (first + count) * hv)
+        delta = torch.baddbmm(written[each], read[each], state, alpha=-1)
+        torch.bmm(asked[each], state, out=out[each]).baddbmm_(within[each], delta)
+        state.mul_(carried[each]).baddbmm_(kept[each], delta)
+    back = (chunks.place // size * hv * size + chunks.place % size).unsqueeze(1) + torch.arange(
+        0, hv * size, size, device=out.device
+    )
+    tokens = out.view(-1, width).index_select(0, back.view(-1)).view(-1, hv, width)
+    return tokens, states.view(-1, hv, dim, width).index_select(0, chunks.rank)
 
 
-def _by_head(x: Tensor, chunks: Chunks, hk: int) -> Tensor:
-    """x [T, HV] as [B, HK, G, C], zero at the padding: it writes nothing and forgets nothing."""
+def _places(token: Tensor, heads: int) -> Tensor:
+    """token [B, C] of T -> [B * heads * C] among T * heads rows: chunk by chunk, head by head."""
+    return (token.unsqueeze(1) * heads + torch.arange(heads, device=token.device).unsqueeze(1)).view(-1)
+
+
+def _gates(x: Tensor, own: Tensor, chunks: Chunks) -> Tensor:
+    """x [T, HV] as [B, HV, C], zero at the padding: it writes nothing and forgets nothing."""
     blocks, size = chunks.token.shape
-    placed = x[chunks.token].masked_fill_(~chunks.real.unsqueeze(2), 0.0)
-    return placed.permute(0, 2, 1).reshape(blocks, hk, -1, size)
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.flatten(0, 2)
+    placed = x.reshape(-1).index_select(0, own).view(blocks, -1, size)
+    return placed.masked_fill_(~chunks.real.unsqueeze(1), 0.0)

@@ -45,8 +45,9 @@ def test_a_prompt_full_of_nan_stays_alone():
 
 
 def test_a_plan_cuts_every_prompt_on_its_own():
-    plan = plan_chunks(torch.tensor([0, 5, 5, 9]), 4)
-    assert plan.token.tolist() == [[0, 1, 2, 3], [4, 4, 4, 4], [5, 6, 7, 8]]
-    assert plan.real.sum(1).tolist() == [4, 1, 4]
-    assert plan.place.tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11]
-    assert [(r.tolist(), b.tolist()) for r, b in plan.active] == [([0, 2], [0, 2]), ([0], [1])]
+    plan = plan_chunks(torch.tensor([0, 3, 3, 8]), 4)
+    assert plan.rounds == ((0, 2), (2, 1))
+    assert plan.rank.tolist() == [1, 2, 0], "prompts of many chunks in front"
+    assert plan.token.tolist() == [[3, 4, 5, 6], [0, 1, 2, 2], [7, 7, 7, 7]]
+    assert plan.real.sum(1).tolist() == [4, 3, 1]
+    assert plan.place.tolist() == [4, 5, 6, 0, 1, 2, 3, 8]
