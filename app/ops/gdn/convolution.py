@@ -30,15 +30,25 @@ def causal_convolution(x: Tensor, weight: Tensor, start: Tensor, position: Tenso
     Returns y [T, D] and the tails [R, J - 1, D]: each prompt's last inputs, oldest first, zeros where it is shorter.
     """
     size = weight.shape[1]
-    wide, kernel = x.float(), weight.float()
-    y = wide * kernel[:, -1]
+    wide, kernel = x.float(), weight.float().t().contiguous()
+    y = wide * kernel[-1]
     for back in range(1, size):
-        seen = (position[back:] >= back).unsqueeze(1)
-        y[back:].addcmul_(wide[:-back].masked_fill(~seen, 0.0), kernel[:, size - 1 - back])
+        y[back:].addcmul_(wide[:-back], kernel[size - 1 - back])
+    front = (start[:-1].long().unsqueeze(1) + torch.arange(size - 1, device=x.device)).view(-1).clamp_(max=len(x) - 1)
+    y[front] = _in_front(wide, kernel, front, position[front])  # there it reached into the prompt before
     index = start[1:].long().unsqueeze(1) + torch.arange(1 - size, 0, device=x.device)
     real = index >= start[:-1].unsqueeze(1)
     tail = x[index.clamp(min=0)].masked_fill_(~real.unsqueeze(2), 0.0)
-    return functional.silu(y).to(x.dtype), tail
+    return functional.silu(y, inplace=True).to(x.dtype), tail
+
+
+def _in_front(x: Tensor, kernel: Tensor, rows: Tensor, position: Tensor) -> Tensor:
+    """Some rows [M] of x [T, D] at positions [M] of their prompts, before silu: [M, D]. kernel [J, D]."""
+    y, size = x[rows] * kernel[-1], len(kernel)
+    for back in range(1, size):
+        seen = (position >= back).unsqueeze(1)
+        y.addcmul_(x[(rows - back).clamp_(min=0)].masked_fill_(~seen, 0.0), kernel[size - 1 - back])
+    return y
 
 
 def window_convolution(
@@ -71,18 +81,19 @@ def window_convolution(
         )
     n, size, columns = x.shape[0], weight.shape[1], ancestry.shape[1]
     own = range(max(first, columns - size + 1), columns)
-    kernel = weight.float()
-    y = x.float() * kernel[:, -1]
+    kernel = weight.float().t().contiguous()
+    older, wide = size - 1 - len(own), x.float()
+    if older:
+        prompt = (tail[:, len(own) :].float() * kernel[:older]).sum(1)
+        y = prompt.index_select(0, request).addcmul_(wide, kernel[-1])
+    else:
+        y = wide * kernel[-1]
     if not compact:
         slot = ancestry.clamp(0, slots.shape[1] - 1)
     for j in own:
         earlier = slots[j, :n] if compact else slots[j].index_select(0, slot[:, j])
-        y.addcmul_(earlier.float(), kernel[:, size - 1 - (columns - j)])
-    older = size - 1 - len(own)
-    if older:
-        prompt = (tail[:, len(own) :].float() * kernel[:, :older].T).sum(1)
-        y += prompt.index_select(0, request)
-    y = functional.silu(y).to(x.dtype)
+        y.addcmul_(earlier.float(), kernel[size - 1 - (columns - j)])
+    y = functional.silu(y, inplace=True).to(x.dtype)
     if key is not None:
         key.copy_(y[:, key.shape[1] : 2 * key.shape[1]])
     return y
