@@ -6,8 +6,18 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
+from hypothesis import HealthCheck, settings
 
-from tests import support
+from tests import said, support
+
+# The same examples every time: a test holds or it does not. Others are looked for with
+# `pytest --hypothesis-profile search`. No deadline: how fast a machine is is no property of the code.
+settings.register_profile(
+    "widebeam", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("search", settings.get_profile("widebeam"), derandomize=False)
+settings.load_profile("widebeam")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,3 +35,23 @@ def no_collections() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers() -> None:
+    """What a test draws does not depend on the tests that ran before it in the same process."""
+    torch.manual_seed(0)
+
+
+def pytest_runtest_setup() -> None:
+    """Logs of servers that ended before are no business of the next test."""
+    said.forget()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """A failure comes with what its servers have said."""
+    report = yield
+    if report.failed:
+        report.sections += said.sections()
+    return report

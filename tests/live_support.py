@@ -19,7 +19,8 @@ from app.cli.serve import run
 from app.policies.plan import Plan
 from app.runtime.live import Live
 from app.runtime.snapshot import Snapshot
-from tests.api.support import Reply, ask, get, until
+from tests import said
+from tests.api.support import PATIENCE_S, Reply, ask, get, until
 
 
 @dataclass
@@ -55,7 +56,7 @@ class LiveServer:
     async def ready(self) -> None:
         await self.settles(lambda status: status["ready"])
 
-    async def settles(self, condition, seconds: float = 60.0) -> dict:
+    async def settles(self, condition, seconds: float = PATIENCE_S) -> dict:
         """Poll the status until a condition holds."""
         end = asyncio.get_running_loop().time() + seconds
         while not condition(status := await self.status()):
@@ -63,7 +64,7 @@ class LiveServer:
             await asyncio.sleep(0.02)
         return status
 
-    async def sees(self, look, seconds: float = 60.0) -> None:
+    async def sees(self, look, seconds: float = PATIENCE_S) -> None:
         """Ask until an answer is what a test waits for."""
         end = asyncio.get_running_loop().time() + seconds
         while not await look(self):
@@ -99,6 +100,7 @@ async def live_server(root: Path, *, ready: bool = True, log: Path | None = None
     if task.done():
         await task
     server = LiveServer(root, *addresses.result(), service, logged, made)
+    said.listen(f"server on {root.name}", lambda: logged.getvalue().decode("utf-8", "replace"), lambda: not task.done())
     try:
         if ready:
             await server.ready()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -322,7 +323,12 @@ async def run_load(
     start = time.monotonic() + 0.05
     times = [start + gap for gap in arrivals(rate, seconds, seed)]
     fire = partial(_fire_due, load, times)
-    pacer = Pacer(times, lambda: loop.call_soon_threadsafe(fire))
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop has ended: everything was sent
+            loop.call_soon_threadsafe(fire)
+
+    pacer = Pacer(times, wake)
     pacer.start()
     try:
         while load.sent < len(times) or load.outstanding > 0:

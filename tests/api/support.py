@@ -23,9 +23,12 @@ from app.errors import Cancelled, Expired, Fault, InvalidRequest, ModelOutput, Q
 from app.runtime.front import Ticket
 from app.runtime.logs import make_log
 from app.runtime.metrics import Metrics
+from tests import said
 
 VERSIONS = Versions("snap-1", "w1", "v1", "base", "pid-1", "c-1")
 GOLDEN = {"context": {"history": ["a", "b"]}, "k": 3}
+PATIENCE_S = 60.0
+"""What ends a test that has failed. A machine may be slow: nothing that is awaited has a shorter bound."""
 
 
 def outcome_of(request: Request, items: tuple[Item, ...] | None = None) -> Outcome:
@@ -152,8 +155,26 @@ class Served:
     def lines(self) -> list[dict[str, object]]:
         return [json.loads(line) for line in self.log.getvalue().splitlines()]
 
+    def events(self, name: str) -> list[dict[str, object]]:
+        return [line for line in self.lines() if line["event"] == name]
+
     def requests(self) -> list[dict[str, object]]:
-        return [line for line in self.lines() if line["event"] == "request"]
+        return self.events("request")
+
+
+HELD_S = 600.0
+"""A `drain_delay_s` that ends when a test says so: see `held_delay`."""
+
+
+def held_delay(monkeypatch) -> asyncio.Event:
+    """A server that leaves waits for this event where it would wait for `HELD_S`: nothing has to be done in time."""
+    real, go = asyncio.sleep, asyncio.Event()
+
+    async def sleep(seconds, *rest):
+        await (go.wait() if seconds == HELD_S else real(seconds, *rest))
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    return go
 
 
 @asynccontextmanager
@@ -169,6 +190,7 @@ async def served(front: FakeFront | None = None, root: Path = Path(), **server: 
     await asyncio.wait((ready, task), return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         await task
+    said.listen("server", lambda: log.getvalue().decode("utf-8", "replace"), lambda: not task.done())
     try:
         yield Served(front, metrics, log, ready.result(), stop)
     finally:
@@ -192,7 +214,7 @@ class Client:
         self.reader, self.writer = reader, writer
 
     async def reply(self) -> Reply:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             head = await self.reader.readuntil(b"\r\n\r\n")
             status, *lines = head.decode("latin-1").split("\r\n")
             headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines if line)}
@@ -200,7 +222,7 @@ class Client:
         return Reply(int(status.split()[1]), headers, body)
 
     async def closed(self) -> bool:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             try:
                 return await self.reader.read(1) == b""
             except ConnectionError:
@@ -241,7 +263,7 @@ async def get(url: str, path: str, **headers: str | None) -> Reply:
     return await ask(url, path=path, method="GET", content_type=None, **headers)
 
 
-async def until(condition, seconds: float = 10.0) -> None:
+async def until(condition, seconds: float = PATIENCE_S) -> None:
     """Wait for a condition of this process; the bound only ends a test that has failed."""
     end = time.monotonic() + seconds
     while not condition():

@@ -1,4 +1,3 @@
-import asyncio
 import io
 import json
 import os
@@ -8,7 +7,7 @@ import pytest
 from app.api.admin import Tokens, parse_tokens
 from app.errors import BadDeployment
 from app.runtime.logs import make_log
-from tests.api.support import ask, connect, get, message, served
+from tests.api.support import HELD_S, ask, connect, get, held_delay, message, served, until
 
 READ, WRITE = "Bearer r-token", "Bearer w-token"
 
@@ -58,11 +57,13 @@ async def test_a_read_token_reads_and_does_not_write(root):
     assert b"w-token" not in server.log.getvalue()
 
 
-async def test_status_says_draining_before_anything_is_refused(root):
-    async with served(root=root, admin_tokens="admin.tokens", drain_delay_s=0.4) as server:
+async def test_status_says_draining_before_anything_is_refused(root, monkeypatch):
+    go = held_delay(monkeypatch)
+    async with served(root=root, admin_tokens="admin.tokens", drain_delay_s=HELD_S) as server:
         server.stop.set()
-        await asyncio.sleep(0.05)
+        await until(lambda: server.events("draining"))
         document = (await get(server.addresses.admin, "/admin/v1/status", authorization=READ)).json()
+        go.set()
     assert (document["ready"], document["reasons"]) == (False, ["draining"])
 
 

@@ -1,7 +1,7 @@
 import asyncio
 
 from app.api.health import Readiness
-from tests.api.support import GOLDEN, FakeFront, ask, connect, get, message, served
+from tests.api.support import GOLDEN, HELD_S, FakeFront, ask, connect, get, held_delay, message, served, until
 
 
 async def test_live_does_not_depend_on_models_and_ready_says_why_not():
@@ -44,18 +44,20 @@ async def test_metrics_are_prometheus_text_with_the_documented_names():
         assert f"widebeam_{name}" in text
 
 
-async def test_while_leaving_everything_is_answered_but_nothing_is_kept_alive():
-    async with served(drain_delay_s=0.5) as server, connect(server.addresses.public) as client:
+async def test_while_leaving_everything_is_answered_but_nothing_is_kept_alive(monkeypatch):
+    go = held_delay(monkeypatch)
+    async with served(drain_delay_s=HELD_S) as server, connect(server.addresses.public) as client:
         client.writer.write(message(path="/livez", method="GET"))
         assert "connection" not in (await client.reply()).headers
         server.stop.set()
-        await asyncio.sleep(0.05)
+        await until(lambda: server.events("draining"))
         ready = await get(server.addresses.public, "/readyz")
         assert (ready.status, ready.json()["reasons"]) == (503, ["draining"])
         assert (await get(server.addresses.public, "/livez")).status == 200
         late = await ask(server.addresses.public, GOLDEN)
         assert (late.status, late.headers["connection"]) == (200, "close")
         assert not server.front.draining
+        go.set()
 
 
 def test_draining_is_said_once():

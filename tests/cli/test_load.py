@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.cli.load import PERCENTILES, Target, arrivals, run_load, summary
-from tests.api.support import GOLDEN, served, until
+from tests.api.support import GOLDEN, HELD_S, held_delay, served, until
 
 BODIES = [json.dumps(GOLDEN).encode(), json.dumps({**GOLDEN, "k": 2}).encode()]
 
 
-async def load(url, bodies=BODIES, *, rate=200.0, seconds=1.0, timeout_s=5.0, connections=64):
+async def load(url, bodies=BODIES, *, rate=200.0, seconds=1.0, timeout_s=60.0, connections=64):
     return await run_load(Target.parse(url), bodies, url=url, rate=rate, seconds=seconds, seed=3,
                           timeout_s=timeout_s, connections=connections)  # fmt: skip
 
@@ -67,11 +67,13 @@ async def test_a_server_that_does_not_answer_is_a_timeout_and_one_that_is_not_th
     assert (gone.answered, gone.latency_ms) == (0, {})
 
 
-async def test_a_server_that_closes_each_connection_loses_no_request():
-    async with served(drain_delay_s=3.0) as server:
+async def test_a_server_that_closes_each_connection_loses_no_request(monkeypatch):
+    go = held_delay(monkeypatch)
+    async with served(drain_delay_s=HELD_S) as server:
         server.stop.set()
-        await asyncio.sleep(0.05)
-        result = await load(server.addresses.public, seconds=0.5)
+        await until(lambda: server.events("draining"))
+        result = await load(server.addresses.public, seconds=0.5, timeout_s=60.0)
+        go.set()
     assert result.errors == {}
     assert result.answered == result.sent
     assert result.connections > 5
