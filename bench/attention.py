@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -33,6 +32,7 @@ from app.ops.attention import reference
 from app.ops.transition import compact
 from bench._contexts import CONTEXTS, context_cell, context_table
 from bench._graph_time import LEAST, graph_time
+from bench._report import commit
 
 SHAPES = tuple(product((4096, 8192, 16384), (32, 64)))
 POSITIONS = (1, 2, 3, 4, 8)
@@ -253,12 +253,9 @@ def main() -> None:
     ]  # fmt: skip
     print("targets:", missed or "reached")
     if args.out:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout
         about = {
             "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-            "python": platform.python_version(), "commit": commit.strip(), "dtype": args.dtype, "missed": missed,
+            "python": platform.python_version(), "commit": commit(), "dtype": args.dtype, "missed": missed,
         }  # fmt: skip
         args.out.parent.mkdir(parents=True, exist_ok=True)
         document = {**about, "ms": table, "context": contexts}

@@ -16,6 +16,7 @@ import torch
 from app.ops import transition, trie
 from app.ops.trie import reference
 from bench._graph_time import graph_time
+from bench._report import commit
 from bench.attention import BANDWIDTH
 
 ROWS = 16384
@@ -83,7 +84,7 @@ def main() -> None:
     for one in table:
         print(json.dumps(one), flush=True)
     if args.out:
-        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit()}
         args.out.write_text(json.dumps({**about, "ms": table}, indent=1) + "\n")
 
 

@@ -37,6 +37,7 @@ import torch
 from bench._gdn_kernel import BAR, Inputs, check_all, floor, make_inputs
 from bench._gdn_model import Setting, compare
 from bench._gdn_paths import PATHS, counted, graph_time, onela, staged_times, unmarked
+from bench._report import commit
 from bench.gdn_accuracy import GEOMETRIES, Geometry
 
 PARTS = ("check", "operator", "model", "traffic")
@@ -305,7 +306,7 @@ def main() -> None:
     parser.add_argument("--peers", default="0,1,2,3,4,5,6,7,8", help="geometries that the operator's peers run anew")
     parser.add_argument("--paths", default=",".join(PATHS), help="whose traffic is counted anew")
     parser.add_argument("--seconds", type=float, default=3600, help="no peer of the operator starts after that")
-    parser.add_argument("--commit", default="", help="noted beside the figures")
+    parser.add_argument("--commit", default=commit(), help="noted beside the figures")
     parser.add_argument("--out", type=Path, help="without its suffix: .json and .md are written")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()

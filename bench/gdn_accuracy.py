@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from app.ops import gdn
 from app.ops.gdn.reference import delta_rule_step
+from bench._report import settings
 
 BAR = 5e-5
 CALLS, PROMPT = 6, 96
@@ -200,6 +201,7 @@ def main() -> None:
     part, parts = map(int, args.slice.split("/"))
     table: list[dict[str, Any]] = []
     worst: dict[str, float] = {}
+    machine = settings({}, torch.get_num_threads())
     for number in range(part, len(SHAPES), parts):
         shape = SHAPES[number]
         for decay, records in product(DECAYS, (torch.float32, torch.float16)):
@@ -214,7 +216,7 @@ def main() -> None:
             print(f"{name}: {found[-1].error:.2e} of {found[-1].largest:.2f}", flush=True)
         if args.out:  # after every run: a sweep that is stopped keeps what it found
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            about = {"device": args.device, "units": args.units, "worst": worst}
+            about = {"machine": machine, "device": args.device, "units": args.units, "worst": worst}
             args.out.write_text(json.dumps({**about, "runs": table}))
     print(json.dumps({"runs": len(table), "worst": worst}))
     if max(error for name, error in worst.items() if name.endswith("float32")) > BAR:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from bench._report import commit
 from examples.movielens import baselines, settings
 from examples.movielens.artifacts import load_config, write_catalogue
 from examples.movielens.data import Split
@@ -52,6 +53,7 @@ def evaluate(split: Split, out: Path, results: Path, seeds: int) -> None:
         "items": items,
         "seeds": seeds,
         "host": f"{os.cpu_count()} CPU cores, torch {torch.__version__}",
+        "commit": commit(),
         "validation": json.loads((out / "validation.json").read_text()),
         "test": {name: summary(per_seed) for name, per_seed in rows.items()},
         "against item-kNN": {
