@@ -43,6 +43,8 @@ KEPT = 4
 """Versions of a kind that stay on the disk, at least."""
 APART_GB = 0.1
 """Contents of so much weights are made beside each other."""
+ELSEWHERE = ("device", "threads")
+"""Of a setting, what says nothing about the contents."""
 QUEUE = 8192
 """Requests that may wait: everybody is answered, however long that takes, and counts."""
 
@@ -114,7 +116,7 @@ def make_root(work: Path, setting: Setting) -> Path:
     """The root with its store of contents, made once a working directory: 3 x `gigabytes` of disk. A store that is
     copied, or linked, to another working directory with its setting.json is not made again."""
     root, store, mark = work / "root", work / "store", work / "setting.json"
-    text = json.dumps(asdict(setting))
+    text = json.dumps({name: value for name, value in asdict(setting).items() if name not in ELSEWHERE})
     if mark.exists() and mark.read_text("utf-8") != text:
         raise SystemExit(f"{work} holds another setting: give another --work")
     widths = [setting.width] * len(setting.sizes)
