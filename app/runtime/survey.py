@@ -49,11 +49,11 @@ class Survey(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """Equal surveys have equal fingerprints."""
+        """Equal surveys have equal fingerprints: what could not be read and can be now makes a difference."""
         digest = hashlib.sha256(self.deployment or b"-")
         for kind, found in sorted(self.candidates.items()):
             for one in found:
-                digest.update(f"{kind}/{one.version} {one.fingerprint}\n".encode())
+                digest.update(f"{kind}/{one.version} {one.fingerprint} {one.problem}\n".encode())
         digest.update(f"{sorted(self.ask.items())} {self.asked_by} {self.problem}".encode())
         return digest.hexdigest()
 

@@ -11,6 +11,7 @@ from app.errors import Rejected
 from app.runtime.background import Background
 from app.runtime.ledger import Ledger
 from app.runtime.logs import Log
+from app.runtime.retries import PASSING
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
 from app.runtime.states import State
@@ -121,6 +122,8 @@ class TakedownUpdates:
             message = f"what is in memory serves on; on the disk: {error}"
             reason = Reason("changed_on_disk", message, f"takedowns/{one.version}")
             self._ledger.move("takedowns", one.version, State.ACTIVE, reason=reason)
+            if error.code in PASSING:
+                self._looked_at = ""
         else:
             self._ledger.move("takedowns", one.version, State.ACTIVE)
 
@@ -128,7 +131,8 @@ class TakedownUpdates:
         try:
             takedowns = await self._background.run(lambda: _loaded(one))
         except Rejected as error:
-            self._refused[one.version] = one.fingerprint
+            if error.code not in PASSING:  # else the next look tries it again
+                self._refused[one.version] = one.fingerprint
             if one.version == self.takedowns.version:  # the copy in memory is good
                 reason = Reason(error.code, error.message, f"takedowns/{one.version}")
                 self._ledger.move("takedowns", one.version, State.ACTIVE, reason=reason)

@@ -6,20 +6,20 @@ import errno
 import gc
 import os
 import shutil
+import time
 import weakref
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from app.errors import Rejected
-from app.runtime import artifact_updates, contracts, live, memory, preparing, retries
+from app.runtime import artifact_updates, contracts, live, memory, preparing, retries, takedown_updates
 from app.runtime.retries import FIRST_S, LONGEST_S, Retries
 from app.vocab import artifact
 from tests import support
 from tests.live_support import live_server, until
-from tests.runtime.test_cutover import edit, items, serving, state_of, weights, world
+from tests.runtime.test_cutover import edit, items, serving, state_of, takedown, weights, world
 
 
 def test_the_next_try_comes_later_each_time_and_once():
@@ -80,7 +80,7 @@ async def test_versions_and_edits_that_could_not_be_exported_are_tried_again(tmp
         await server.settles(serving("v2"))
         (line,) = server.events("artifact_rejected")
         assert (line["code"], line["version"], left) == ("export_failed", "v2", [0])
-        await until((root / "contracts").exists)
+        await until(lambda: server.events("contract_stored"))
         shutil.rmtree(root / "contracts")
         left[0] = 1
         edit(root, "context = ", "context = 1")
@@ -100,9 +100,9 @@ async def test_what_is_wrong_with_a_version_is_not_tried_again(tmp_path, monkeyp
 
 
 def short_of_memory(monkeypatch):
-    """Nothing is free until `left[0]` says so; nobody waits long for the next try. tries: how often somebody looked."""
+    """Nothing is free until `left[0]` says so; nobody waits long for the next try. tries: when somebody looked."""
     left, tries = [memory.SPARE], []
-    monkeypatch.setattr(memory, "free", lambda device: tries.append(device) or left[0])
+    monkeypatch.setattr(memory, "free", lambda device: tries.append(time.monotonic()) or left[0])
     monkeypatch.setattr(retries, "FIRST_S", 0.05)
     monkeypatch.setattr(artifact_updates, "PERIOD_S", 0.02)
     monkeypatch.setattr(live, "RETRY_PERIOD_S", 0.02)
@@ -118,11 +118,11 @@ async def test_a_version_that_did_not_fit_serves_when_memory_comes_back_and_nobo
         left, tries = short_of_memory(monkeypatch)
         monkeypatch.setattr(memory, "needed", lambda *_: 1 << 30)
         weights(root, "v2", 1)
-        status = await server.settles(lambda _: len(tries) >= 4)
+        await until(lambda: len(server.events("artifact_rejected")) >= 4)
+        status = await server.settles(lambda status: state_of(status, "weights", "v2")["state"] == "rejected")
         assert state_of(status, "weights", "v2")["reason"]["code"] == "no_memory"
         assert serving("v1")(status)
-        at = [line["at"] for line in server.events("artifact_rejected")]
-        waits = [(datetime.fromisoformat(b) - datetime.fromisoformat(a)).total_seconds() for a, b in pairwise(at)]
+        waits = [after - before for before, after in pairwise(tries)]  # each look comes before its refusal
         assert [wait > 0.05 * 2**n for n, wait in enumerate(waits)] == [True] * len(waits)
         left[0] = PLENTY
         status = await server.settles(serving("v2"))
@@ -210,6 +210,54 @@ async def test_a_disk_that_does_not_answer_for_a_while_costs_a_version_time_and_
                 place = state_of(status, kind, "v2")["reason"]["location"]
                 assert (place.startswith(f"{kind}/v2/"), status["active"][kind]["version"]) == (True, "v1")
             await server.settles(serving("v2", "v2" if kind == "vocab" else "v1"))
+
+
+class Disk:
+    """One that does not give files of these names. Any thread."""
+
+    def __init__(self, monkeypatch, *names):
+        self.broken, self._names, self._real = True, names, os.read
+        monkeypatch.setattr(os, "read", self._read)
+
+    def _read(self, descriptor, *rest):
+        if self.broken and Path(f"/proc/self/fd/{descriptor}").readlink().name in self._names:
+            raise OSError(errno.EIO, "Input/output error")
+        return self._real(descriptor, *rest)
+
+
+async def test_a_manifest_that_cannot_be_read_for_longer_than_until_the_next_try_is_read_when_it_can_be(
+    tmp_path, monkeypatch
+):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        short_of_memory(monkeypatch)[0][0] = PLENTY
+        disk = Disk(monkeypatch, "MANIFEST.json")
+        weights(root, "v2", 1)
+        await server.settles(
+            lambda status: state_of(status, "weights", "v2").get("reason", {}).get("code") == "disk_error"
+        )
+        updates = server.live._artifacts
+        await until(
+            lambda: ("weights", "v2") not in updates._refused and updates._settled[0]
+        )  # tried again, and given up
+        disk.broken = False
+        await server.settles(serving("v2"))
+
+
+async def test_a_take_down_list_that_cannot_be_read_for_a_while_is_in_force_when_it_can_be(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    monkeypatch.setattr(takedown_updates, "PERIOD_S", 0.05)
+    async with live_server(root) as server:
+        for version, name in (("v1", "MANIFEST.json"), ("v2", "items.txt")):
+            with monkeypatch.context() as patch:
+                disk = Disk(patch, name)
+                takedown(root, version, ["a1"])
+                status = await server.settles(
+                    lambda status, v=version: state_of(status, "takedowns", v)["state"] == "rejected"
+                )
+                assert state_of(status, "takedowns", version)["reason"]["code"] == "disk_error"
+                disk.broken = False
+                await server.settles(lambda status, v=version: status["active"]["takedowns"]["version"] == v)
 
 
 async def test_a_start_on_a_disk_that_does_not_answer_becomes_ready_when_it_does(tmp_path, monkeypatch):
