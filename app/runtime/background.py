@@ -46,7 +46,8 @@ class Background:
 
     def _run(self) -> None:
         if self._heavy and sys.platform == "linux":  # there, priorities are those of threads
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            own = os.getpriority(os.PRIO_PROCESS, 0)  # a process may give way itself, and nobody may take that back
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own + NICE)
         while (work := self._work.get()) is not None:
             work()
             del work  # an idle thread holds nothing in memory
