@@ -77,11 +77,15 @@ class Server:
 
 
 @contextmanager
-def serving(root: Path, *flags: str) -> Iterator[Server]:
-    """Start a server; end it (and fail if it left a traceback of its own in the log)."""
+def serving(root: Path, *flags: str, group: bool = False) -> Iterator[Server]:
+    """Start a server; end it (and fail if it left a traceback of its own in the log). group: in a process group of its
+    own, of which it is the leader"""
     command = [sys.executable, "-m", "app", "serve", "--root", str(root), *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env) as process:
+    group_of = 0 if group else None
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, process_group=group_of
+    ) as process:
         try:
             server = Server(process, root)
             yield server
