@@ -13,13 +13,15 @@ from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, inspect
 
 from app.errors import BadDeployment, LeadsOut, counted
 
+DEPLOYMENT: Final = "deployment.toml"
+MAX_DEPLOYMENT: Final = 1 << 20
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -218,6 +220,36 @@ def read_small(file: Path, most: int, folder: Path | None = None) -> bytes:
         return stream.read(most)
 
 
+class Unread(NamedTuple):
+    """Why there are no bytes of deployment.toml."""
+
+    code: str
+    message: str
+
+
+def read_overlay(root: Path) -> bytes | Unread:
+    """The bytes of ROOT/deployment.toml, whole, or why there are none: the same for a start as for an edit."""
+    try:
+        data = read_small(root / DEPLOYMENT, MAX_DEPLOYMENT + 1, root)
+    except LeadsOut as error:
+        return Unread("path_escape", str(error.strerror))
+    except OSError as error:
+        return Unread("bad_deployment", f"cannot be read: {error.strerror or error}")
+    return data if len(data) <= MAX_DEPLOYMENT else Unread("bad_deployment", f"has more than {MAX_DEPLOYMENT} bytes")
+
+
+def decode(data: bytes | Unread) -> str:
+    """Its text. Raises BadDeployment."""
+    if isinstance(data, Unread):
+        refused = BadDeployment(data.message, file=DEPLOYMENT)
+        refused.code = data.code
+        raise refused
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise BadDeployment("is not UTF-8", file=DEPLOYMENT) from error
+
+
 def read_json(data: bytes) -> object:
     """JSON in UTF-8, in which no object says a key twice: of two, every reader takes another. Raises ValueError,
     RecursionError."""
@@ -233,7 +265,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def parse(text: str, file: str = "deployment.toml") -> Deployment:
+def parse(text: str, file: str = DEPLOYMENT) -> Deployment:
     """Read a deployment overlay.
 
     Raises BadDeployment with file and line for TOML errors, unknown keys, wrong types and values that contradict each

@@ -132,10 +132,11 @@ class Rejected(WidebeamError):
 
     @classmethod
     def together(cls, found: Sequence[Rejected]) -> Rejected:
-        """The first of several findings, with the others beside it."""
-        first, *others = found
-        first.others = tuple(others)
-        return first
+        """The first of several findings, with the others beside it. A new error: whoever raises it and has `found` in a
+        variable makes no ring of that."""
+        made = found[0].bare()
+        made.others = tuple(found[1:])
+        return made
 
     def bare(self) -> Rejected:
         """The same without its traceback, for whoever keeps it: the frames in that hold all that was being loaded."""

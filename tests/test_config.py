@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.config import (
+    MAX_DEPLOYMENT,
     NO_FIELDS,
     Attribute,
     Deployment,
@@ -16,8 +17,11 @@ from app.config import (
     RequestFields,
     Server,
     SidConfig,
+    Unread,
     UserField,
+    decode,
     parse,
+    read_overlay,
     read_small,
 )
 from app.errors import BadDeployment
@@ -212,3 +216,17 @@ def test_a_fifo_is_no_file_and_nobody_waits_for_it(tmp_path):
         read_small(tmp_path / "deployment.toml", 10)
     (tmp_path / "file").write_bytes(b"0123456789")
     assert read_small(tmp_path / "file", 4) == b"0123"
+
+
+def test_an_overlay_is_read_whole_or_not_at_all(tmp_path):
+    """One that was cut could be a good one that says something else."""
+    file, text = tmp_path / "deployment.toml", b'family = "onerec"\n'
+    file.write_bytes(text + b"#" * (MAX_DEPLOYMENT - len(text)))
+    assert read_overlay(tmp_path) == file.read_bytes()
+    file.write_bytes(text + b"#\n" * MAX_DEPLOYMENT)
+    found = read_overlay(tmp_path)
+    assert found == Unread("bad_deployment", "has more than 1048576 bytes")
+    with pytest.raises(BadDeployment, match="has more than"):
+        decode(found)
+    file.unlink()
+    assert read_overlay(tmp_path) == Unread("bad_deployment", "cannot be read: No such file or directory")

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from app.config import Deployment
+from app.config import DEPLOYMENT, Deployment, read_overlay
 from app.errors import Rejected
 from app.runtime.background import Background
 from app.runtime.contracts import Contracts
@@ -32,7 +32,7 @@ from app.runtime.snapshot import Snapshot
 from app.runtime.stage import BY_POLICIES, HEAVY, IN_MEMORY, Stage
 from app.runtime.states import State
 from app.runtime.status import Reason, unfinished
-from app.runtime.survey import DEPLOYMENT, Candidate, Survey, read_overlay, survey
+from app.runtime.survey import Candidate, Survey, survey
 from app.vocab.manifest import Kind, verify
 
 PERIOD_S: Final = 5.0

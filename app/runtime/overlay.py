@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from app.config import Deployment, parse
+from app.config import Deployment, Unread, decode, parse
 from app.errors import BadDeployment, Rejected
 
 LIVE: Final = ("limits", "precision", "request", "attributes", "priors", "lists")
@@ -32,29 +32,22 @@ class Overlay(NamedTuple):
         return {"state": "needs restart" if self.restart else "in force", "restart": list(self.restart)}
 
 
-def overlay(text: bytes | None, began: bytes | None, running: Deployment, before: Deployment | None = None) -> Overlay:
+def overlay(
+    text: bytes | Unread, began: bytes | Unread, running: Deployment, before: Deployment | None = None
+) -> Overlay:
     """What an overlay's text asks of a server that was started with another one.
 
-    text, began: the file now and at the start, None = unreadable · running: the deployment of the start ·
+    text, began: the file now and at the start · running: the deployment of the start ·
     before: what the last text that could be read asked for; it goes on where this one cannot be used
     """
     if text == began:
         return Overlay(running)
     try:
-        new, old = _parsed(text), _parsed(began)
+        new, old = parse(decode(text)), parse(decode(began))
     except BadDeployment as error:
         return Overlay(before or running, (), Rejected(error.code, error.message, location=error.path))
     restart = tuple(name for name in _different(new, old) if name.partition(".")[0] not in LIVE)
     return Overlay(msgspec.structs.replace(running, **{name: getattr(new, name) for name in LIVE}), restart)
-
-
-def _parsed(text: bytes | None) -> Deployment:
-    if text is None:
-        raise BadDeployment("cannot be read", file="deployment.toml")
-    try:
-        return parse(text.decode())
-    except UnicodeDecodeError as error:
-        raise BadDeployment("is not UTF-8", file="deployment.toml") from error
 
 
 def _different(new: Deployment, old: Deployment) -> list[str]:

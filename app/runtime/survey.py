@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from app.config import leads_out, read_small
+from app.config import Unread, leads_out, read_overlay, read_small
 from app.errors import Rejected
 from app.runtime.desired import Ask, asked, places
 from app.runtime.retries import PASSING
 from app.vocab.manifest import FILE, Found, Kind, Manifest, may_be_complete, read_manifest, versions
 
-DEPLOYMENT: Final = "deployment.toml"
-MAX_DEPLOYMENT: Final = 1 << 20
+MOST: Final = 1 << 20
 KINDS: Final[tuple[Kind, ...]] = ("weights", "vocab", "takedowns")
 
 
@@ -39,18 +38,18 @@ class Candidate(NamedTuple):
 
 class Survey(NamedTuple):
     """candidates: newest first · ask: the versions that a pin or release.json names · asked_by: which of the two ·
-    problem: why those cannot be read · deployment: the overlay's bytes, None where they cannot be read."""
+    problem: why those cannot be read · deployment: the overlay's bytes, or why there are none."""
 
     candidates: Mapping[Kind, tuple[Candidate, ...]]
     ask: Ask
     asked_by: str | None
     problem: Rejected | None
-    deployment: bytes | None
+    deployment: bytes | Unread
 
     @property
     def fingerprint(self) -> str:
         """Equal surveys have equal fingerprints: what could not be read and can be now makes a difference."""
-        digest = hashlib.sha256(self.deployment or b"-")
+        digest = hashlib.sha256(repr(self.deployment).encode())
         for kind, found in sorted(self.candidates.items()):
             for one in found:
                 digest.update(f"{kind}/{one.version} {one.fingerprint} {one.problem}\n".encode())
@@ -73,11 +72,6 @@ def survey(root: Path, state_dir: Path, known: Survey | None = None, kinds: tupl
         if wanted:
             ask, asked_by, problem = {**ask, **wanted}, place, None  # what is wrong with a weaker file does not matter
     return Survey(candidates, ask, asked_by, problem, read_overlay(root))
-
-
-def read_overlay(root: Path) -> bytes | None:
-    """The bytes of deployment.toml."""
-    return _bytes(root / DEPLOYMENT, root)
 
 
 def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate]) -> Candidate:
@@ -119,6 +113,6 @@ def _fingerprint(found: Found) -> str:
 
 def _bytes(file: Path, folder: Path) -> bytes | None:
     try:
-        return read_small(file, MAX_DEPLOYMENT, folder)
+        return read_small(file, MOST, folder)
     except OSError:
         return None

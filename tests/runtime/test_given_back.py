@@ -25,7 +25,8 @@ CANARY = SimpleNamespace(
 
 
 def refuse(*_, **__):
-    raise Rejected("made_up", "a test says so")
+    found = [Rejected("made_up", "a test says so")]
+    raise Rejected.together(found)
 
 
 def exhausted(*_, **__):

@@ -13,7 +13,7 @@ import torch
 
 from app.api.admin import Tokens
 from app.cli.deployment import read_deployment
-from app.config import read_small
+from app.config import Unread, read_small
 from app.engine.registry import family
 from app.engine.safetensors import read_header
 from app.engine.tokens import read_json
@@ -28,7 +28,10 @@ from app.runtime.records import namer
 from app.runtime.survey import survey
 from app.runtime.takedowns import NOTHING, Takedowns, keep, kept
 from tests import support
+from tests.api.support import get, until
 from tests.live_support import live_server
+
+LEADS_OUT = "is a link that leads out of its folder, which is never followed"
 
 
 @pytest.fixture
@@ -116,7 +119,7 @@ def test_an_overlay_that_leads_out_is_refused(root, opened):
     (root / "deployment.toml").symlink_to(target)
     with pytest.raises(BadDeployment, match="leads out"):
         read_deployment(root)
-    assert survey(root, root / "state").deployment is None
+    assert survey(root, root / "state").deployment == Unread("path_escape", LEADS_OUT)
     assert str(target) not in opened
 
 
@@ -216,3 +219,19 @@ async def test_what_serves_goes_on_while_a_release_leads_out(root):
         assert (await server.recommend())["items"]
         (root / "release.json").unlink()
         await server.settles(lambda status: "problem" not in status["desired"])
+
+
+async def test_an_overlay_that_leads_out_is_refused_for_the_same_reason_live_and_at_a_start(root):
+    async with live_server(root) as server:
+        move_out(root / "deployment.toml")
+        status = await server.settles(lambda status: status["deployment"]["state"] == "rejected")
+        assert status["deployment"]["reason"] == {
+            "code": "path_escape",
+            "message": LEADS_OUT,
+            "location": "deployment.toml",
+        }
+        assert (await server.recommend())["items"]
+    async with live_server(root, ready=False) as server:
+        await until(lambda: server.events("not_ready"))
+        ready = (await get(server.public, "/readyz")).json()
+        assert ready["reasons"] == [f"path_escape: deployment.toml: {LEADS_OUT}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.config import parse
+from app.config import Unread, parse
 from app.runtime.overlay import overlay
 
 TEXT = """family = "onerec"
@@ -45,7 +45,8 @@ def test_the_rest_needs_a_restart_and_is_named(old, new, field):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"family = 1", b"\xff", None, b'family = "onerec"\nnope = 1\n[sid]\nsizes = [4]\n']
+    "text",
+    [b"", b"family = 1", b"\xff", Unread("bad_deployment", "no"), b'family = "onerec"\nnope = 1\n[sid]\nsizes = [4]\n'],
 )
 def test_a_file_that_cannot_be_used_changes_nothing(text):
     found = overlay(text, TEXT.encode(), parse(TEXT))
