@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Final
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api import admin_assignments, admin_events, admin_live, aliases, errors, health, openapi, wire
 from app.api.admin import AdminAuth, SameOrigin, Tokens
@@ -16,14 +16,13 @@ from app.api.admin import routes as admin_routes
 from app.api.health import Readiness
 from app.api.middleware import BodyGuard, Edge
 from app.api.pages import Console
-from app.api.recommend import ARM_HEADER, TIMEOUT_HEADERS, Recommend
+from app.api.recommend import ARM_HEADER, PATH, TIMEOUT_HEADERS, Recommend
 from app.config import Deployment
 from app.runtime.control import Control
 from app.runtime.front import Counts, Door, Front
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
 
-RECOMMEND: Final = "/v1/recommend"
 REFUSALS: Final = (400, 406, 408, 413, 415, 422, 429, 503, 504)
 EXAMPLES: Final = {
     "history": {
@@ -55,12 +54,22 @@ def public(
     """The public application: POST /v1/recommend, health, metrics, versions under other servers' names,
     /openapi.json. control: as in `admin`."""
     app = _fastapi("Widebeam", "Recommendations by generative models with wide beams.", "/openapi.json")
-    recommend = _recommend(app, front, deployment, metrics, clock)
+    recommend = Recommend(front, deployment, metrics, clock)
+    described = openapi.operation(
+        "recommend",
+        tag="recommend",
+        body=recommend.body,
+        answers={200: wire.Answer},
+        errors=REFUSALS,
+        examples=EXAMPLES,
+        parameters=_parameters(),
+    )
+    app.add_api_route(PATH, recommend.post, methods=["POST"], **described)
     app.include_router(health.routes(readiness, metrics))
     models = aliases.Models(deployment.server.model_name, deployment.family, control or front, readiness)
     app.include_router(aliases.routes(models))
     openapi.install(app, (recommend.body, wire.Answer, wire.Live, wire.Ready))
-    return _wrap(app, deployment, log, readiness, clock)
+    return _wrap(Hot(recommend, app), deployment, log, readiness, clock)
 
 
 def recommendations(
@@ -72,26 +81,20 @@ def recommendations(
     clock: Callable[[], float] = time.monotonic,
 ) -> ASGIApp:
     """POST /v1/recommend of the public application, for a process that speaks HTTP for another one."""
-    app = _fastapi("Widebeam", "", None)
-    _recommend(app, door, deployment, counts, clock)
-    return _wrap(app, deployment, log, readiness, clock)
+    return _wrap(Recommend(door, deployment, counts, clock), deployment, log, readiness, clock)
 
 
-def _recommend(
-    app: FastAPI, door: Door, deployment: Deployment, counts: Counts, clock: Callable[[], float]
-) -> Recommend:
-    recommend = Recommend(door, deployment, counts, clock)
-    described = openapi.operation(
-        "recommend",
-        tag="recommend",
-        body=recommend.body,
-        answers={200: wire.Answer},
-        errors=REFUSALS,
-        examples=EXAMPLES,
-        parameters=_parameters(),
-    )
-    app.add_api_route(RECOMMEND, recommend.post, methods=["POST"], **described)
-    return recommend
+class Hot:
+    """Takes the hot route past FastAPI's layers, which cost as much as everything else that is done for a request.
+    FastAPI has it, too: for its document, and for methods that it has not."""
+
+    def __init__(self, recommend: Recommend, app: ASGIApp) -> None:
+        self._recommend, self._app = recommend, app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI scope."""
+        hot = scope["type"] == "http" and scope["path"] == PATH and scope["method"] == "POST"
+        await (self._recommend if hot else self._app)(scope, receive, send)
 
 
 def admin(
@@ -120,7 +123,7 @@ def admin(
     return _wrap(Console(guarded), deployment, log, readiness, clock)
 
 
-def _fastapi(title: str, description: str, document: str | None) -> FastAPI:
+def _fastapi(title: str, description: str, document: str) -> FastAPI:
     return FastAPI(
         title=title,
         description=description,

@@ -15,6 +15,7 @@ from app.api import app as apps
 from app.api import in_memory
 from app.api.health import Readiness
 from app.api.listener import LAG_PERIOD_S, Listener, watch_lag
+from app.api.recommend import PATH
 from app.api.remote import Remote
 from app.runtime.logs import make_log, route_stdlib
 
@@ -70,7 +71,7 @@ class Routes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
-        if scope["path"] == apps.RECOMMEND and scope["method"] == "POST":
+        if scope["path"] == PATH and scope["method"] == "POST":
             await self._remote.room()
             await self._recommendations(scope, receive, send)
         else:

@@ -23,7 +23,8 @@ ENCODE: Final[Mapping[str, Callable[[object], bytes]]] = {
 
 def header(headers: Headers, name: bytes) -> str:
     """The value of a header, joined by commas where it is repeated; "" where it is absent."""
-    return ",".join(value.decode("latin-1") for key, value in headers if key == name)
+    found = [value for key, value in headers if key == name]
+    return b",".join(found).decode("latin-1") if found else ""
 
 
 @lru_cache(maxsize=64)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
+from msgspec import UNSET, UnsetType
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api import errors, media
+from app.api import errors, media, wire
 from app.api.health import Readiness
+from app.api.protocol import CLIENT, WHOLE, Client
 from app.errors import Draining, Fault, WidebeamError
-from app.runtime.logs import Log
+from app.runtime.logs import Line, Log
 
 SAFE_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 QUIET: Final = frozenset({
@@ -26,23 +28,49 @@ QUIET: Final = frozenset({
 """Probes, and what a console asks every other second: their lines are written at level debug."""
 
 
-class Record:
-    """What is known about one request by the end of it; `scope["widebeam"]`. Handlers add to it."""
+class RequestLine(Line, kw_only=True):
+    """The one line of a request: no user data, no ids of items. Handlers fill it in; what stays UNSET is not in it."""
 
-    def __init__(self, request_id: str, method: str) -> None:
-        self.request_id = request_id
+    event: str = "request"
+    request_id: str
+    method: str
+    route: str = "unmatched"
+    status: int | None = None
+    outcome: str = "ok"
+    code: str | UnsetType = UNSET
+    ms: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    k: int | UnsetType = UNSET
+    items: int | UnsetType = UNSET
+    versions: wire.Versions | UnsetType = UNSET
+    timings_ms: wire.Timings | UnsetType = UNSET
+    batch: wire.BatchInfo | UnsetType = UNSET
+    reason: str | UnsetType = UNSET
+    load: str | UnsetType = UNSET
+    arms: Mapping[str, str] | UnsetType = UNSET
+    unknown: wire.Unknown | UnsetType = UNSET
+
+
+FACTS: Final = tuple(name for name in RequestLine.__struct_fields__ if name not in Line.__struct_fields__)
+
+
+class Record:
+    """What is known about one request by the end of it; `scope["widebeam"]`. Handlers add to it.
+
+    client: of the connection; of one that never leaves where the server does not tell
+    """
+
+    def __init__(self, request_id: str, method: str, client: Client | None = None) -> None:
+        self.line = RequestLine(request_id=request_id, method=method)
         self.method = method
         self.header_id = request_id.encode()
-        self.status: int | None = None
-        self.outcome = "ok"
         self.error: WidebeamError | None = None
-        self.facts: dict[str, object] = {}
-        self.bytes_in = 0
-        self.bytes_out = 0
+        self.client = client or Client()
 
     def rename(self, request_id: str) -> None:
         """Take the body's request id. It may hold anything, so the response's header takes it only where it is safe."""
-        self.request_id = request_id
+        self.line.request_id = request_id
         if SAFE_ID.fullmatch(request_id.encode()):
             self.header_id = request_id.encode()
 
@@ -75,7 +103,7 @@ class Exchange:
 
     def __init__(self, edge: Edge, scope: Scope, receive: Receive, send: Send) -> None:
         self._edge = edge
-        self.record = Record(request_id(scope["headers"]), scope["method"])
+        self.record = Record(request_id(scope["headers"]), scope["method"], scope.get(CLIENT))
         # HEAD is GET without a body: the server drops it by its own scope, so the application needs a copy
         self._scope = scope = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         self._receive = receive
@@ -96,7 +124,7 @@ class Exchange:
 
     async def _fail(self, error: WidebeamError) -> None:
         self.record.error = self.record.error or error
-        if self.record.status is None:
+        if self.record.line.status is None:
             accept = media.header(self._scope["headers"], b"accept")
             await errors.reply(error, accept)(self._scope, self._receive, self.send)
 
@@ -104,37 +132,29 @@ class Exchange:
         """Pass a message on, with our headers on the first."""
         record = self.record
         if message["type"] == "http.response.start":
-            record.status = message["status"]
+            record.line.status = message["status"]
             headers = [*message["headers"], (b"x-request-id", record.header_id)]
             if self._edge.readiness.leaving:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
         elif message["type"] == "http.response.body":
-            record.bytes_out += len(message.get("body", b""))
+            record.line.bytes_out += len(message.get("body", b""))
         await self._send(message)
 
     def _write(self) -> None:
-        record, scope = self.record, self._scope
-        error = record.error
-        route = getattr(scope.get("route"), "path", "unmatched")
-        facts: dict[str, object] = {
-            "request_id": record.request_id,
-            "method": record.method,
-            "route": route,
-            "status": record.status,
-            "outcome": record.outcome if error is None else errors.outcome_of(error),
-            **({} if error is None else {"code": error.code}),
-            "ms": round((self._edge.clock() - self._start) * 1e3, 3),
-            "bytes_in": record.bytes_in,
-            "bytes_out": record.bytes_out,
-            **record.facts,
-        }
-        if isinstance(error, Fault):
-            self._edge.log.error("request", exc_info=error, **facts)
-        elif route in QUIET:
-            self._edge.log.debug("request", **facts)
+        line, error, log = self.record.line, self.record.error, self._edge.log
+        line.route = getattr(self._scope.get("route"), "path", line.route)
+        line.level = "error" if isinstance(error, Fault) else "debug" if line.route in QUIET else "info"
+        if not log.writes(line.level):
+            return
+        line.ms = round((self._edge.clock() - self._start) * 1e3, 3)
+        if error is not None:
+            line.outcome, line.code = errors.outcome_of(error), error.code
+        if line.level == "error":  # with a traceback
+            facts = {name: getattr(line, name) for name in FACTS}
+            log.error(line.event, exc_info=error, **{name: fact for name, fact in facts.items() if fact is not UNSET})
         else:
-            self._edge.log.info("request", **facts)
+            log.line(line)
 
 
 class BodyGuard:
@@ -159,7 +179,7 @@ class BodyReader:
 
     def __init__(self, guard: BodyGuard, scope: Scope, receive: Receive) -> None:
         self._guard = guard
-        self._headers = scope["headers"]
+        self._scope = scope
         self._record: Record | None = scope.get("widebeam")
         self._receive = receive
         self._seen = 0
@@ -173,29 +193,33 @@ class BodyReader:
         if self._until is None:
             self._check_headers()
             self._until = asyncio.get_running_loop().time() + self._guard.read_timeout_s
-        try:
-            async with asyncio.timeout_at(self._until):
-                message = await self._receive()
-        except TimeoutError:
-            raise errors.SlowBody(f"the body did not arrive within {self._guard.read_timeout_s:g} s") from None
+        message = await (self._receive() if WHOLE in self._scope else self._in_time(self._until))
         if message["type"] == "http.request":
             self._count(len(message.get("body", b"")))
             self._whole = not message.get("more_body", False)
         return message
 
+    async def _in_time(self, until: float) -> Message:
+        try:
+            async with asyncio.timeout_at(until):
+                return await self._receive()
+        except TimeoutError:
+            raise errors.SlowBody(f"the body did not arrive within {self._guard.read_timeout_s:g} s") from None
+
     def _check_headers(self) -> None:
-        encoding = media.header(self._headers, b"content-encoding").strip().lower()
-        coding = media.header(self._headers, b"transfer-encoding").strip().lower()
+        headers = self._scope["headers"]
+        encoding = media.header(headers, b"content-encoding").strip().lower()
+        coding = media.header(headers, b"transfer-encoding").strip().lower()
         if encoding not in {"", "identity"} or coding not in {"", "chunked"}:
             raise errors.UnsupportedMedia("compressed bodies are not accepted")
-        length = media.header(self._headers, b"content-length")
+        length = media.header(headers, b"content-length")
         if length.isdigit() and int(length[:20]) > self._guard.max_body:
             raise self._too_large()
 
     def _count(self, size: int) -> None:
         self._seen += size
         if self._record is not None:
-            self._record.bytes_in = self._seen
+            self._record.line.bytes_in = self._seen
         if self._seen > self._guard.max_body:
             raise self._too_large()
 

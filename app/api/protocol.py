@@ -1,8 +1,10 @@
-"""uvicorn's HTTP protocol with what it leaves open: bounds on a request's head, and errors in our own shape."""
+"""uvicorn's HTTP protocol with what it leaves open: bounds on a request's head, errors in our own shape, and a word to
+the application when a client leaves."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import httptools
@@ -15,10 +17,34 @@ MAX_HEAD: Final = 64 * 1024
 FRAMING: Final = frozenset({b"content-length", b"transfer-encoding"})
 LINE: Final = 4
 """What a header line has beside its name and value."""
+CLIENT: Final = "widebeam.client"
+"""Key of an ASGI scope: the request's `Client`."""
+WHOLE: Final = "widebeam.whole"
+"""Key of an ASGI scope: there once the whole body has been read from the socket, and nobody needs to wait for it."""
 
 
 class _TooLarge(Exception):
     """The parser's callbacks saw more than `MAX_HEAD`."""
+
+
+class Client:
+    """Whether the client of a connection is still there. A connection serves one request at a time."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self._left: Callable[[], None] | None = None
+
+    def watch(self, left: Callable[[], None] | None) -> None:
+        """Call `left` when the client goes, at once where it has gone; None: nobody wants to know any more."""
+        self._left = left
+        if self.gone:
+            self.leave()
+
+    def leave(self) -> None:
+        """The connection has ended."""
+        self.gone = True
+        if self._left is not None:
+            self._left()
 
 
 class BoundedHead(HttpToolsProtocol):
@@ -30,6 +56,9 @@ class BoundedHead(HttpToolsProtocol):
 
     `head_timeout_s` bounds the time from a connection's start, or from a request's first byte, to the end of its
     headers; between requests the keep-alive timeout rules.
+
+    Requests find the connection's `Client` in their scope: `receive` says that a client has left to whoever waits for
+    it, which takes a task for each request.
     """
 
     head_timeout_s: ClassVar[float] = 30.0
@@ -41,16 +70,19 @@ class BoundedHead(HttpToolsProtocol):
         self._in_head = False
         self._telling = False
         self._head_timer: asyncio.TimerHandle | None = None
+        self._client = Client()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn's own
         """A connection counts as in its first head from the start."""
         super().connection_made(transport)
         self._begin_head()
+        self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop the timer with the connection."""
+        """Drop the timer with the connection, and tell whoever works for its client."""
         self._end_head()
         super().connection_lost(exc)
+        self._client.leave()
 
     def data_received(self, data: bytes) -> None:
         """Parse; then count what belongs to a head that is not complete yet."""
@@ -61,6 +93,8 @@ class BoundedHead(HttpToolsProtocol):
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD:
             self._refuse_large()
+        elif self._head_timer is None:  # most heads come in one piece and need none
+            self._await_head()
 
     def _parse(self, data: bytes) -> None:
         while data:
@@ -94,6 +128,7 @@ class BoundedHead(HttpToolsProtocol):
         if self._telling:
             return
         super().on_message_begin()
+        self.scope[CLIENT] = self._client  # type: ignore[typeddict-unknown-key]
         self._begin_head()
 
     def on_url(self, url: bytes) -> None:
@@ -120,8 +155,12 @@ class BoundedHead(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """A request's last byte, but where the parser only thinks so: see `_stay`."""
-        if not (self.parser.should_upgrade() and self._framing()):
-            super().on_message_complete()
+        if self.parser.should_upgrade() and self._framing():
+            return
+        super().on_message_complete()
+        self.scope[WHOLE] = True  # type: ignore[typeddict-unknown-key]
+        if not self.pipeline:  # a large body has paused it, and nobody may read on to see that the client leaves
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP, or too much of it."""
@@ -138,6 +177,8 @@ class BoundedHead(HttpToolsProtocol):
     def _begin_head(self) -> None:
         self._end_head()
         self._in_head, self._head_bytes, self._parsed_bytes = True, 0, 0
+
+    def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(self.head_timeout_s, self._head_late)
 
     def _end_head(self) -> None:

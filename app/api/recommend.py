@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
 from fastapi import Request, Response
-from starlette.types import Receive
+from msgspec import UNSET
+from starlette.types import Receive, Scope, Send
 
 from app import core
 from app.api import codec, errors, media, wire
-from app.api.middleware import Record
+from app.api.middleware import Record, RequestLine
+from app.api.protocol import Client
 from app.config import Deployment
 from app.errors import Cancelled, Draining, InvalidRequest, Refused
 from app.runtime.front import Counts, Door, Ticket
 
+PATH: Final = "/v1/recommend"
 TIMEOUT_HEADERS: Final = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
 ARM_HEADER: Final = b"x-widebeam-arm"
 _DIGITS: Final = re.compile(r"[0-9]{1,8}")
 
 
 class Recommend:
-    """The hot handler. Everything that can be made once is made here."""
+    """The hot handler, an ASGI application of one route. Everything that can be made once is made here."""
 
     def __init__(self, door: Door, deployment: Deployment, counts: Counts, clock: Callable[[], float]) -> None:
         self.body = wire.body_type(deployment.limits)
@@ -33,25 +35,32 @@ class Recommend:
         self._clock = clock
         self._decoders = codec.decoders(self.body)
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one POST; errors are for whoever is around it."""
+        scope["widebeam"].line.route = PATH
+        response = await self.post(Request(scope, receive))
+        await response(scope, receive, send)
+
     async def post(self, request: Request) -> Response:
         """Recommend catalogue items for one user context."""
         record: Record = request.scope["widebeam"]
-        start, policy = self._clock(), None
+        line, start, policy = record.line, self._clock(), None
         try:
             kind, asked = await self._asked(request, record)
             start = asked.received
             ticket = self._door.admit(asked)
-            outcome = await outcome_or_cancel(ticket, request.receive)
-            data = media.ENCODE[kind](wire.to_answer(outcome))
-            record.outcome, policy = outcome.status, outcome.versions.policy
-            record.facts.update(facts(asked, outcome))
+            outcome = await outcome_or_cancel(ticket, record.client)
+            answer = wire.to_answer(outcome)
+            data = media.ENCODE[kind](answer)
+            policy = outcome.versions.policy
+            note(line, asked, answer)
         except Exception as error:
-            record.outcome = errors.outcome_of(error)
+            line.outcome = errors.outcome_of(error)
             if isinstance(error, Refused):
                 self._counts.shed(error.code)
             raise
         finally:
-            self._counts.request_done(record.outcome, policy, self._clock() - start)
+            self._counts.request_done(line.outcome, policy, self._clock() - start)
         return Response(data, media_type=kind)
 
     async def _asked(self, request: Request, record: Record) -> tuple[str, core.Request]:
@@ -71,7 +80,7 @@ class Recommend:
         budget = shortest(headers, body.deadline_ms or None)
         return kind, wire.to_request(
             body,
-            request_id=record.request_id,
+            request_id=record.line.request_id,
             received=received,
             deadline=None if budget is None else received + budget / 1e3,
             override=self._override,
@@ -123,56 +132,29 @@ def arms(headers: media.Headers) -> dict[str, str]:
     return found
 
 
-async def outcome_or_cancel(ticket: Ticket, receive: Receive) -> core.Outcome:
+async def outcome_or_cancel(ticket: Ticket, client: Client) -> core.Outcome:
     """Wait for the outcome; a client that leaves first cancels the ticket.
 
     Raises what the ticket raises; Cancelled where the client left; Draining where the runtime cancelled on its own.
     """
-    answer: asyncio.Future[core.Outcome] = asyncio.ensure_future(ticket.outcome())
-    left: asyncio.Future[None] = asyncio.ensure_future(_left(receive))
-    answer.add_done_callback(_retrieve)
-    left.add_done_callback(_retrieve)
+    client.watch(ticket.cancel)
     try:
-        await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise Cancelled("the client left")
-        try:
-            return answer.result()
-        except Cancelled as error:
-            raise Draining("the server stopped before the answer was ready") from error
+        return await ticket.outcome()
+    except Cancelled as error:
+        if client.gone:
+            raise
+        raise Draining("the server stopped before the answer was ready") from error
     finally:
-        if not answer.done():
-            ticket.cancel()
-            answer.cancel()
-        left.cancel()
+        client.watch(None)
 
 
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _retrieve(task: asyncio.Future[core.Outcome] | asyncio.Future[None]) -> None:
-    """Look at a task's end, so that asyncio does not report an error that nobody waits for any more."""
-    if not task.cancelled():
-        task.exception()
-
-
-def facts(asked: core.Request, outcome: core.Outcome) -> Mapping[str, object]:
-    """What the log line says about an answer: no user data, no ids of items."""
-    found: dict[str, object] = {
-        "k": asked.k,
-        "items": len(outcome.items),
-        "versions": outcome.versions._asdict(),
-        "timings_ms": {name: round(value, 3) for name, value in outcome.timings._asdict().items()},
-        "batch": {"requests": outcome.batch_requests, "rows": outcome.batch_rows},
-    }
-    if outcome.reason is not None:
-        found["reason"] = outcome.reason
-    if outcome.load is not None:
-        found["load"] = outcome.load
-    if outcome.experiments:
-        found["arms"] = {seen.name: seen.arm for seen in outcome.experiments}
-    if outcome.unknown_history or outcome.unknown_exclude:
-        found["unknown"] = {"history": outcome.unknown_history, "exclude": outcome.unknown_exclude}
-    return found
+def note(line: RequestLine, asked: core.Request, answer: wire.Answer) -> None:
+    """What the log line says about an answer."""
+    timings = answer.timings_ms
+    line.outcome, line.k, line.items = answer.status, asked.k, len(answer.items)
+    line.versions, line.batch, line.unknown = answer.versions, answer.batch, answer.unknown
+    line.timings_ms = wire.Timings(
+        round(timings.queue, 3), round(timings.context, 3), round(timings.decode, 3), round(timings.total, 3)
+    )
+    line.reason, line.load = answer.reason, answer.load
+    line.arms = {seen.name: seen.arm for seen in answer.experiments} if answer.experiments else UNSET

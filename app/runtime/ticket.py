@@ -28,7 +28,14 @@ class PendingTicket:
 
     async def outcome(self) -> Outcome:
         """See `front.Ticket.outcome`."""
-        return await self._future
+        try:
+            return await self._future
+        except asyncio.CancelledError:  # whoever waited is cancelled, and the future with it
+            if self._timer is not None:
+                self._timer.cancel()
+            self._cancelled = True
+            self._left(self)
+            raise
 
     def cancel(self) -> None:
         """See `front.Ticket.cancel`."""

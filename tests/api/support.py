@@ -68,6 +68,7 @@ ENDS: Mapping[str, Exception] = {
 class FakeTicket:
     def __init__(self, front: FakeFront, request: Request) -> None:
         self.front, self.request, self.cancelled = front, request, False
+        self.held: asyncio.Future[bool] | None = None
 
     async def outcome(self) -> Outcome:
         context = self.request.context
@@ -76,15 +77,27 @@ class FakeTicket:
             raise ENDS[word]
         if word == "nan":
             return outcome_of(self.request, (Item("x", float("nan"), (1, 2, 3)),))
-        if word == "hold":
-            await self.front.release.wait()
+        if word == "hold" and not self.cancelled:
+            self.held = asyncio.ensure_future(self.front.release.wait())
+            try:
+                await self.held
+            except asyncio.CancelledError:
+                if not self.cancelled:  # whoever waits was cancelled
+                    self.cancel()
+                    raise
+        if self.cancelled:
+            raise Cancelled("the client left")
         if word == "dropped":
             raise Cancelled("dropped by the runtime")
         self.front.answered += 1
         return outcome_of(self.request)
 
     def cancel(self) -> None:
+        if self.cancelled:
+            return
         self.cancelled = True
+        if self.held is not None:
+            self.held.cancel()
         self.front.cancelled.append(self.request)
         self.front.cancel_seen.set()
 

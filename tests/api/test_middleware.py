@@ -128,6 +128,25 @@ async def test_one_line_a_request_with_what_made_the_answer_and_nothing_of_the_u
         assert word not in server.log.getvalue()
 
 
+async def test_the_keys_of_a_line_and_their_order_are_what_they_always_were():
+    head, body = (
+        ["at", "level", "event", "request_id", "method", "route", "status", "outcome"],
+        ["ms", "bytes_in", "bytes_out"],
+    )
+    async with served() as server:
+        await ask(server.addresses.public, GOLDEN)
+        await ask(server.addresses.public, {**GOLDEN, "k": 0})
+        await ask(server.addresses.public, {"context": {"history": ["boom"]}, "k": 1})
+        await get(server.addresses.public, "/nowhere")
+    good, bad, fault, nowhere = server.requests()
+    assert list(good) == [*head, *body, "k", "items", "versions", "timings_ms", "batch", "arms"]
+    assert list(good["versions"]) == ["snapshot", "weights", "vocab", "policy", "policy_id", "contract"]
+    assert list(good["timings_ms"]) == ["queue", "context", "decode", "total"]
+    assert list(bad) == list(nowhere) == [*head, "code", *body]
+    assert list(fault) == [*head, "code", *body, "exception"]
+    assert (bad["route"], nowhere["route"]) == ("/v1/recommend", "unmatched")
+
+
 async def test_each_log_line_carries_its_own_request():
     async with served() as server:
         await asyncio.gather(*(ask(server.addresses.public, {**GOLDEN, "k": n + 1}, x_request_id=f"r{n}")

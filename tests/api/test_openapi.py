@@ -1,5 +1,7 @@
 import asyncio
 import io
+import json
+from pathlib import Path
 
 import httpx
 import jsonschema
@@ -53,6 +55,13 @@ def test_the_document_is_valid_and_says_what_the_types_say():
         "/v2/models/{model}/ready", "/v2/models/{model}/versions/{version}",
         "/v2/models/{model}/versions/{version}/ready",
     }  # fmt: skip
+
+
+def test_the_document_is_the_golden_one_to_the_last_key_in_its_order():
+    """A change of golden/openapi.json is a change of what clients were promised: it stands in the changelog."""
+    found = document()
+    found["info"]["version"] = "VERSION"
+    assert json.dumps(found, indent=1) + "\n" == (Path(__file__).parent / "golden" / "openapi.json").read_text()
 
 
 def test_the_admin_document_is_valid_and_asks_for_a_token():

@@ -1,12 +1,15 @@
 import asyncio
 import json
+import time
 
 import msgspec
 import pytest
 
+from app.api.protocol import Client
 from app.api.recommend import outcome_or_cancel
-from app.errors import Cancelled
-from tests.api.support import GOLDEN, FakeFront, FakeTicket, ask, connect, message, served, until
+from app.errors import Cancelled, Expired
+from app.runtime.ticket import PendingTicket
+from tests.api.support import GOLDEN, ask, connect, message, outcome_of, served, until
 
 CODECS = {
     "json": ("application/json", msgspec.json.encode, msgspec.json.decode),
@@ -152,35 +155,53 @@ async def test_two_clients_with_one_request_id_each_get_their_own_answer():
     assert {reply.headers["x-request-id"] for reply in replies} == {"same"}
 
 
-async def test_the_wait_for_an_answer_survives_its_own_cancellation():
-    front = FakeFront()
-    ticket = FakeTicket(front, await _request("hold"))
-    waiting = asyncio.create_task(outcome_or_cancel(ticket, _never))
+async def test_a_wait_that_is_cancelled_gives_its_ticket_up():
+    left = []
+    ticket = PendingTicket(time.monotonic() + 60, time.monotonic, left.append)
+    waiting = asyncio.create_task(outcome_or_cancel(ticket, Client()))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert ticket.cancelled
+    assert left == [ticket]
+    assert isinstance(ticket.gone(0.0), Cancelled)
+    assert not ticket.resolve(Expired("the deadline passed"))
 
 
 async def test_an_answer_that_is_ready_wins_over_a_client_that_leaves():
-    front = FakeFront()
-    gone = asyncio.Event()
+    client = Client()
+    ticket = PendingTicket(None, time.monotonic, lambda _: None)
+    waiting = asyncio.create_task(outcome_or_cancel(ticket, client))
+    await asyncio.sleep(0)
+    ticket.resolve(outcome_of(await _request("a")))
+    client.leave()  # in the same turn
+    assert (await waiting).items[0].id == "a-0"
+    assert ticket.gone(0.0) is None
 
-    async def receive():
-        await gone.wait()
-        return {"type": "http.disconnect"}
 
-    outcome = await outcome_or_cancel(FakeTicket(front, await _request("a")), receive)
-    assert outcome.items[0].id == "a-0"
-    gone.set()
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_client_that_leaves_while_it_waits_or_before_that_ends_the_wait(before):
+    client, left = Client(), []
+    if before:
+        client.leave()
+    ticket = PendingTicket(None, time.monotonic, left.append)
+    waiting = asyncio.create_task(outcome_or_cancel(ticket, client))
+    await asyncio.sleep(0)
+    client.leave()
     with pytest.raises(Cancelled):
-        await outcome_or_cancel(FakeTicket(front, await _request("hold")), receive)
-    assert len(front.cancelled) == 1
+        await waiting
+    assert left == [ticket]
 
 
-async def _never():
-    await asyncio.Event().wait()
+async def test_a_client_that_leaves_after_its_answer_ends_nobody_else_s_request():
+    client, left = Client(), []
+    first, second = (PendingTicket(None, time.monotonic, left.append) for _ in range(2))
+    first.resolve(outcome_of(await _request("a")))
+    await outcome_or_cancel(first, client)
+    client.leave()
+    second.resolve(outcome_of(await _request("b")))
+    assert (await second.outcome()).items[0].id == "b-0"
+    assert left == []
 
 
 async def _request(word: str):

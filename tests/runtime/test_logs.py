@@ -5,8 +5,9 @@ import logging
 import os
 
 import pytest
+from msgspec import UNSET, Struct, UnsetType
 
-from app.runtime.logs import StdlibHandler, make_log
+from app.runtime.logs import Line, StdlibHandler, make_log
 
 
 def lines(stream):
@@ -44,6 +45,46 @@ def test_what_is_no_text_is_written_all_the_same():
     stream = io.BytesIO()
     make_log(stream).error("x", name="\ud800", thing={1, 2})
     assert {"event": "x", "name": "\ud800", "thing": "{1, 2}"}.items() <= lines(stream)[0].items()
+
+
+class Versions(Struct):
+    snapshot: str
+
+
+class Told(Line, kw_only=True):
+    event: str = "told"
+    name: str
+    n: int | None = None
+    versions: Versions | UnsetType = UNSET
+    arms: dict[str, str] | UnsetType = UNSET
+
+
+def test_a_line_of_known_facts_reads_as_one_that_the_processors_made():
+    stream = io.BytesIO()
+    log = make_log(stream, "debug")
+    log.line(Told(level="debug", name="a\nb", versions=Versions("s")))
+    log.debug("told", name="a\nb", n=None, versions={"snapshot": "s"})
+    direct, processed = (line.partition(b'"level"') for line in stream.getvalue().splitlines())
+    assert direct[1:] == processed[1:]
+    assert len(direct[0]) == len(processed[0])  # the time
+
+
+@pytest.mark.parametrize(("least", "seen"), [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)])
+def test_a_line_below_the_deployment_s_level_is_not_written_and_who_asks_is_told(least, seen):
+    stream = io.BytesIO()
+    log = make_log(stream, least)
+    levels = ("debug", "info", "warning", "error")
+    for level in levels:
+        log.line(Told(level=level, name="x"))
+    assert [line["level"] for line in lines(stream)] == [level for level in levels if log.writes(level)]
+    assert len(lines(stream)) == seen
+
+
+def test_a_line_whose_name_is_no_text_is_written_all_the_same():
+    stream = io.BytesIO()
+    make_log(stream).line(Told(name="\ud800"))
+    assert list(lines(stream)[0]) == ["at", "level", "event", "name", "n"]
+    assert lines(stream)[0]["name"] == "\ud800"
 
 
 def test_records_of_other_libraries_become_lines():

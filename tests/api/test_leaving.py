@@ -1,0 +1,145 @@
+"""Clients that leave at any moment: the engine is told, and nothing of their requests is left behind."""
+
+import asyncio
+import gc
+import io
+import json
+import random
+import socket
+import time
+
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from app.api.app import public
+from app.api.health import Readiness
+from app.api.protocol import protocol
+from app.runtime.logs import make_log
+from app.runtime.metrics import Metrics
+from app.runtime.ticket import PendingTicket
+from tests.api.support import GOLDEN, FakeFront, connect, deployment, message, outcome_of, served, until
+
+HOLD = message(json.dumps({"context": {"history": ["hold"]}, "k": 1}).encode())
+
+
+async def test_a_client_that_has_asked_twice_and_leaves_ends_the_request_that_runs():
+    async with served() as server:
+        async with connect(server.addresses.public) as client:
+            client.writer.write(HOLD + HOLD)
+            await until(lambda: server.front.admitted)
+        await until(lambda: server.front.cancelled)
+        await until(server.requests)
+    assert len(server.front.admitted) == 1  # the second had not begun
+    assert [line["outcome"] for line in server.requests()] == ["cancelled"]
+
+
+async def test_a_client_that_leaves_after_a_body_that_was_read_in_pieces_is_noticed():
+    large = json.dumps({"context": {"history": ["hold", *(f"item-{n:09}" for n in range(9_000))]}, "k": 1}).encode()
+    async with served() as server:
+        async with connect(server.addresses.public) as client:
+            client.writer.write(message(large))
+            await client.writer.drain()
+            await until(lambda: server.front.admitted)
+        await until(lambda: server.front.cancelled)
+
+
+async def test_a_client_that_says_no_more_has_left():
+    async with served() as server, connect(server.addresses.public) as client:
+        client.writer.write(HOLD)
+        await until(lambda: server.front.admitted)
+        client.writer.get_extra_info("socket").shutdown(socket.SHUT_WR)
+        await until(lambda: server.front.cancelled)
+        assert await client.closed()
+
+
+async def test_a_client_that_stays_is_answered_after_another_of_its_requests_was_refused():
+    async with served() as server, connect(server.addresses.public) as client:
+        for body, status in (({"k": 0}, 422), (GOLDEN, 200), ({**GOLDEN, "deadline_ms": 0}, 422), (GOLDEN, 200)):
+            client.writer.write(message(json.dumps(body).encode()))
+            assert (await client.reply()).status == status
+    assert server.front.cancelled == []
+
+
+class Socket(asyncio.Transport):
+    """A connection in memory."""
+
+    closing = False
+
+    def write(self, data):
+        assert not self.closing
+
+    def is_closing(self):
+        return self.closing
+
+    def close(self):
+        self.closing = True
+
+    def pause_reading(self): ...
+
+    def resume_reading(self): ...
+
+
+class Crowd(FakeFront):
+    """A front door that answers some turns of the loop later, and counts what is given up."""
+
+    def __init__(self, dice):
+        super().__init__()
+        self.dice, self.open, self.left = dice, 0, 0
+
+    def admit(self, request):
+        ticket = PendingTicket(request.deadline, time.monotonic, self._left)
+        self.open += 1
+        self._later(self.dice.randrange(4), ticket, outcome_of(request))
+        return ticket
+
+    def _left(self, _):
+        self.left += 1
+        self.open -= 1
+
+    def _later(self, turns, ticket, outcome):
+        loop = asyncio.get_running_loop()
+        if turns:
+            loop.call_soon(self._later, turns - 1, ticket, outcome)
+        elif ticket.resolve(outcome):
+            self.open -= 1
+
+
+async def test_ten_thousand_requests_of_which_one_in_ten_is_left_at_any_moment_leave_nothing_behind():
+    dice, reported = random.Random(5), []
+    front, state, log = Crowd(dice), ServerState(), io.BytesIO()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    app = public(front, deployment(), Metrics(), make_log(log), Readiness(front))
+    config, kind = Config(app, ws="none", access_log=False), protocol(30.0)
+    asked = message(json.dumps({**GOLDEN, "deadline_ms": 60_000}).encode())
+    before = len(asyncio.all_tasks())
+
+    async def connection() -> None:
+        made, transport = kind(config=config, server_state=state, app_state={}), Socket()
+        made.connection_made(transport)
+        leaves = False
+        for _ in range(10):
+            leaves = dice.random() < 0.1
+            made.data_received(asked[: dice.randrange(len(asked))] if leaves and dice.random() < 0.3 else asked)
+            if leaves:
+                break
+            await until(lambda: made.cycle.response_complete)
+        for _ in range(dice.randrange(6) if leaves else 0):
+            await asyncio.sleep(0)
+        transport.closing = True
+        made.connection_lost(None if dice.random() < 0.5 else ConnectionResetError())
+
+    async def client() -> None:
+        for _ in range(20):
+            await connection()
+
+    await asyncio.gather(*(client() for _ in range(75)))
+    await until(lambda: not state.tasks)
+    assert state.total_requests + front.left > 8_000
+    assert front.left > 100
+    assert front.open == 0
+    assert len(asyncio.all_tasks()) == before
+    gc.collect()
+    await asyncio.sleep(0)
+    assert reported == []
+    outcomes = [json.loads(line)["outcome"] for line in log.getvalue().splitlines()]
+    assert set(outcomes) == {"ok", "cancelled"}
