@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -241,7 +241,10 @@ def _found(codes: Tensor, scores: Tensor) -> Found:
     ]
 
 
-NAMES = tuple(kind.name for kind in (Generate, Repeated, Tail, Tree))
+KINDS = (Generate, Repeated, Tail, Tree)
+NAMES = tuple(kind.name for kind in KINDS)
+Kind = Callable[[Any, Catalogue], Any]
+"""Of a contestant: makes one of a model, which has a `name` and a `search`."""
 
 
 class Peers:
@@ -263,11 +266,19 @@ class Peers:
 
 
 @contextmanager
-def peers(setting: Setting, batch: int, threads: int, exported: Path) -> Iterator[Peers]:
-    """Start the process; it writes its model to `exported` as transformers does."""
+def peers(
+    setting: Setting,
+    batch: int,
+    threads: int,
+    exported: Path,
+    *,
+    make: Callable[[Setting], Any] = make_model,
+    kinds: Sequence[Kind] = KINDS,
+) -> Iterator[Peers]:
+    """Start the process; it makes the model of the contestants and writes it to `exported` as transformers does."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, setting, batch, threads, exported), daemon=True)
+    process = context.Process(target=_work, args=(theirs, setting, batch, threads, exported, make, kinds), daemon=True)
     process.start()
     try:
         theirs.close()
@@ -280,13 +291,21 @@ def peers(setting: Setting, batch: int, threads: int, exported: Path) -> Iterato
             process.kill()
 
 
-def _work(pipe: Connection, setting: Setting, batch: int, threads: int, exported: Path) -> None:
+def _work(
+    pipe: Connection,
+    setting: Setting,
+    batch: int,
+    threads: int,
+    exported: Path,
+    make: Callable[[Setting], Any],
+    kinds: Sequence[Kind],
+) -> None:
     torch.set_num_threads(threads)
-    model, sids = make_model(setting), make_catalogue(setting)
+    model, sids = make(setting), make_catalogue(setting)
     model.save_pretrained(exported)
     catalogue = Catalogue(sids, setting.sizes, setting.token_base)
     prompts = make_prompts(setting, sids, make_histories(setting, batch))
-    all_of_them = {one.name: one for one in (kind(model, catalogue) for kind in (Generate, Repeated, Tail, Tree))}
+    all_of_them = {one.name: one for one in (kind(model, catalogue) for kind in kinds)}
     pipe.send("ready")
     while True:
         try:

@@ -3,9 +3,10 @@
     python -m bench.gdn_cpu                 under 4 minutes on 2 quiet cores; writes bench/results/gdn_cpu.json
 
 One random checkpoint (3 Gated DeltaNet layers and 1 full attention layer, d 128, 96 prompt tokens, 3 x 256 codes,
-10,000 items), the same catalogue and normalisation for everybody. Contestants take turns in one process and one thread
-count; reported are medians and their quotients. The fair peer is an own loop over transformers' model that runs the
-prompt once and repeats its cache for the beams: what a careful user of transformers would write.
+10,000 items), the same catalogue and normalisation for everybody. Contestants take turns, transformers' in a process of
+their own as in `bench.cpu` (two pools of OpenMP threads in one process slow each other down), all with as many threads
+and the same settings; reported are medians and their quotients. The fair peer is an own loop over transformers' model
+that runs the prompt once and repeats its cache for the beams: what a careful user of transformers would write.
 """
 
 from __future__ import annotations
@@ -17,23 +18,28 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from app.core import Outcome
 from bench import _report, _served
-from bench._peers import Catalogue, Found, Generate, Repeated
-from bench._setting import Setting, make_catalogue, make_histories, make_prompts, policy_name, write_root
-from bench.cpu import PROCESS, THREADS
+from bench._peers import Found, Generate, Repeated, peers
+from bench._setting import Setting, make_catalogue, make_histories, policy_name, write_root
+from bench.cpu import PAUSE_S, PROCESS, THREADS
 
 EPS = 3e-4
 RESULTS = Path(__file__).parent / "results" / "gdn_cpu.json"
 LEAST = 3
 """Rounds of a case that are run however long they take."""
+OFTEN = 3
+"""The quick contestants run so many times a round, `generate` once."""
 CASES = ((8, 50), (1, 256))
 
 
@@ -69,12 +75,28 @@ def make_model(setting: Setting) -> Any:
     return qwen3_5.Qwen3_5ForCausalLM(config).eval()
 
 
-def search(runtime: _served.InProcess, histories: list[list[int]], width: int) -> Found:
-    """The answers of requests that arrive at once."""
-    asked = [_served.request([f"i{item}" for item in one], width, policy_name(width)) for one in histories]
-    outcomes = runtime.ask(asked)
-    assert {one.batch_requests for one in outcomes} == {len(histories)}, "they were not one batch"
-    return _served.found(outcomes)
+class Contestant(NamedTuple):
+    """find() gives its items; time() runs the same once more and gives milliseconds."""
+
+    find: Callable[[], Found]
+    time: Callable[[], float]
+
+
+def widebeam(runtime: _served.InProcess, histories: list[list[int]], width: int) -> Contestant:
+    """Requests that arrive at once and are one batch."""
+
+    def ask() -> list[Outcome]:
+        asked = [_served.request([f"i{item}" for item in one], width, policy_name(width)) for one in histories]
+        outcomes = runtime.ask(asked)
+        assert {one.batch_requests for one in outcomes} == {len(histories)}, "they were not one batch"
+        return outcomes
+
+    def milliseconds() -> float:
+        begin = time.perf_counter()
+        ask()
+        return 1e3 * (time.perf_counter() - begin)
+
+    return Contestant(lambda: _served.found(ask()), milliseconds)
 
 
 def check(ours: Found, theirs: Found) -> None:
@@ -86,50 +108,45 @@ def check(ours: Found, theirs: Found) -> None:
 def measure(rounds: int, seconds: float, setting: Setting, root: Path, save: Callable[[list[Any]], None]) -> None:
     """All cases; contestants take turns inside a round. Each case has its share of the seconds; `save` gets what is
     done."""
-    model, sids = make_model(setting), make_catalogue(setting)
-    model.save_pretrained(root / "exported")
+    sids, kinds = make_catalogue(setting), (Generate, HybridLoop)
     widths, most = [width for _, width in CASES], max(count for count, _ in CASES)
-    write_root(root / "root", setting, root / "exported", sids, widths, most, THREADS)
-    file = root / "root" / "deployment.toml"
-    file.write_text(file.read_text().replace('"qwen3"', '"qwen3_5"'))
-    catalogue = Catalogue(sids, setting.sizes, setting.token_base)
     results: list[dict[str, Any]] = []
-    with _served.in_process(root / "root") as runtime:
-        torch.set_num_threads(THREADS)
+    with ExitStack() as stack:
+        others = stack.enter_context(peers(setting, most, THREADS, root / "exported", make=make_model, kinds=kinds))
+        write_root(root / "root", setting, root / "exported", sids, widths, most, THREADS)
+        file = root / "root" / "deployment.toml"
+        file.write_text(file.read_text().replace('"qwen3"', '"qwen3_5"'))
+        runtime = stack.enter_context(_served.in_process(root / "root"))
         for count, width in CASES:
-            histories = make_histories(setting, count)
-            prompts = make_prompts(setting, sids, histories)
-            peers = {peer.name: peer for peer in (Generate(model, catalogue), HybridLoop(model, catalogue))}
-            everybody: dict[str, Callable[[], Found]] = {
-                "widebeam": lambda h=histories, w=width: search(runtime, h, w),  # type: ignore[misc]
-                **{n: (lambda p=p, x=prompts, w=width: p.search(x, w)) for n, p in peers.items()},
-            }
+            everybody = {"widebeam": widebeam(runtime, make_histories(setting, count), width)}
+            for name in (kind.name for kind in kinds):
+                whole, again = (partial(run, name, count, width) for run in (others.search, others.milliseconds))
+                everybody[name] = Contestant(whole, again)
             results.append({"B": count, "W": width, **contest(everybody, rounds, seconds / len(CASES))})
             print(json.dumps(results[-1]), flush=True)
             save(results)
 
 
-def contest(everybody: dict[str, Callable[[], Found]], rounds: int, seconds: float) -> dict[str, Any]:
-    """Medians of rounds in which all run in turn: at least `LEAST`, no new one behind `seconds`. A first one warms up
-    and is compared."""
+def contest(everybody: Mapping[str, Contestant], rounds: int, seconds: float) -> dict[str, Any]:
+    """Medians of rounds in which all run in turn: at least `LEAST`, no new one behind `seconds`. A first run of each
+    warms up and is compared."""
+    begun, found = time.monotonic(), {name: one.find() for name, one in everybody.items()}
+    for theirs in found.values():
+        check(found["widebeam"], theirs)
     times: dict[str, list[float]] = {name: [] for name in everybody}
-    expected: Found | None = None
-    begun = time.monotonic()
-    for turn in range(rounds + 1):
-        if turn > LEAST and time.monotonic() - begun > seconds:
+    for turn in range(rounds):
+        if turn >= LEAST and time.monotonic() - begun > seconds:
             break
-        for name, run in everybody.items():
-            begin = time.perf_counter()
-            found = run()
-            times[name].append(1e3 * (time.perf_counter() - begin))
-            if not turn:
-                check(expected or found, found)
-                expected = found
-    median = {name: statistics.median(values[1:]) for name, values in times.items()}
+        for inner in range(OFTEN):
+            for name, one in everybody.items():
+                if inner == 0 or name != Generate.name:
+                    time.sleep(PAUSE_S)
+                    times[name].append(one.time())
+    median = {name: statistics.median(values) for name, values in times.items()}
     return {
-        "rounds": len(times["widebeam"]) - 1,
+        "runs": {name: len(values) for name, values in times.items()},
         "median_ms": {name: round(value, 2) for name, value in median.items()},
-        "fastest_ms": {name: round(min(values[1:]), 2) for name, values in times.items()},
+        "fastest_ms": {name: round(min(values), 2) for name, values in times.items()},
         "times_faster": {name: round(value / median["widebeam"], 2) for name, value in median.items()},
     }
 
