@@ -42,7 +42,7 @@ async def test_a_curl_line_does_what_the_page_says(status, line, shown, tmp_path
     url, headers, body = parse(line)
     async with served(root=tmp_path, admin_tokens="tokens") as server:
         base = {8000: server.addresses.public, 8001: server.addresses.admin}[urlsplit(url).port]
-        async with httpx.AsyncClient(base_url=base) as client:
+        async with httpx.AsyncClient(base_url=base, timeout=60) as client:
             reply = await client.request("POST" if body else "GET", urlsplit(url).path, headers=headers, content=body)
     assert reply.status_code == int(status)
     if shown and reply.status_code != 200:

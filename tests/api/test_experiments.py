@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from urllib.parse import quote
 
-from tests.api.support import ask, get, served
+from tests.api.support import PATIENCE_S, ask, get, served
 from tests.api.test_over_runtime import body, poll, serving
 from tests.support import write_root
 
@@ -46,12 +47,11 @@ async def experiment(url, name="wide"):
     return (await get(url, "/admin/v1/status")).json()["experiments"].get(name)
 
 
-async def until(url, good, tries=1500):
-    for _ in range(tries):
-        if good(await experiment(url)):
-            return
+async def until(url, good):
+    end = time.monotonic() + PATIENCE_S
+    while not good(one := await experiment(url)):
+        assert time.monotonic() < end, one
         await asyncio.sleep(0.02)
-    raise AssertionError(await experiment(url))
 
 
 async def test_an_experiment_from_its_file_to_its_end(tmp_path):

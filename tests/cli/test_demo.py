@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 def test_the_demo_recommends_for_three_users_and_stops():
     command = [sys.executable, "-m", "app", "demo", "--root", str(ROOT)]
     env = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=230, env=env, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("versions: snapshot") == 3
     assert done.stdout.count("│ 10 │") == 3
@@ -24,6 +24,6 @@ def test_a_root_without_weights_is_an_error_with_its_reason(tmp_path):
     (tmp_path / "deployment.toml").write_text('family = "onerec"\n[sid]\nsizes = [4, 4]\n')
     command = [sys.executable, "-m", "app", "demo", "--root", str(tmp_path)]
     command += ["--users", str(ROOT / "examples" / "movielens" / "users.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
     assert done.returncode == 1
     assert "no_weights" in done.stderr

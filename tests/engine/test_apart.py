@@ -65,7 +65,7 @@ def test_an_export_ends_with_the_process_that_asked_for_it_however_that_ends(tmp
             assert (os.getpgid(other), other != asks.pid) == (os.getpgid(asks.pid), True)
         finally:
             asks.kill()
-    until(lambda: _gone(other), "the export ends, too", 20.0)
+    until(lambda: _gone(other), "the export ends, too")
 
 
 class Nice(Toy):

@@ -90,10 +90,10 @@ LIES = {
 def test_lies_of_any_size_are_refused_at_once_and_in_few_words(what, tmp_path):
     again = b"{%s}" % b",".join(b'"%d":1' % number for number in (*range(200_000), 199_999))
     file = write(tmp_path, LIES[what], b"0" * 4, raw=again if LIES[what] is None else None)
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(Rejected) as caught:
         read_header(file)
-    assert time.process_time() - began < 5  # some took hours, and held the interpreter all the while
+    assert time.thread_time() - began < 20  # some took hours, and held the interpreter all the while
     assert caught.value.code in {"bad_safetensors", "truncated"}
     assert len(str(caught.value)) < 5000
 

@@ -248,15 +248,15 @@ PIECES = [
 
 
 def survives(data: bytes) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     plan, found = compiled(data)
     text = found.text()
-    took = time.perf_counter() - start
+    took = time.thread_time() - start
     assert (plan is None) == bool(found.errors) or b"abstract" in data
     assert text.isprintable() or "\n" in text
     for one in found:
         assert one.span.line >= 1 and one.span.end > one.span.col >= 1
-    assert took < 2, took  # a bound against blow-ups; the speed is measured elsewhere
+    assert took < 10, took  # a bound against blow-ups; the speed is measured elsewhere
 
 
 @settings(max_examples=200, deadline=None)

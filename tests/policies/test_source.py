@@ -83,9 +83,9 @@ def test_what_yaml_can_do_and_a_policy_cannot_is_refused(text, code):
 
 def test_an_anchor_bomb_is_refused_at_its_first_anchor_and_costs_nothing():
     bomb = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
-    start = time.perf_counter()
+    start = time.thread_time()
     assert set(codes(bomb)) == {"S004"}
-    assert time.perf_counter() - start < 1.0
+    assert time.thread_time() - start < 5.0  # unfolded it would be 10^9 values
 
 
 @pytest.mark.parametrize("data", [b"\xef\xbb\xbfa: 1\n", b"\xff\xfea\x00", "a: \xe9".encode("latin-1"), b"\x00" * 10])

@@ -49,7 +49,7 @@ class Engine:
 
     async def until(self, *launched):
         """Wait until so many requests were launched, batch by batch."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while tuple(self.launched) != launched:
                 self._noted.clear()
                 await self._noted.wait()
@@ -73,7 +73,7 @@ class Device:
         monkeypatch.setattr(steps, "rank_items", lambda *given: [self.come(self.end), right(*given)][1])
 
     def come(self, gate):
-        assert self.free or gate.acquire(timeout=20)
+        assert self.free or gate.acquire(timeout=60)
 
     def run(self):
         self.free = True
@@ -118,7 +118,7 @@ async def started(monkeypatch, **limits):
         yield world
     finally:
         world.device.run()
-        assert await world.runtime.drained(10)
+        assert await world.runtime.drained(60)
         assert world.runtime._open == {}
         world.runtime.close()
 

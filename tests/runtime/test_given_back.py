@@ -94,7 +94,7 @@ async def test_a_version_that_is_refused_gives_its_slot_back_at_once(tmp_path, m
             support.write_vocab(root, SIZES, items("b"), version="v2")
             weights(root, "v2", 1, {"vocab": ["v2"]})
             await server.settles(refused)
-            await server.settles(lambda _: slots.lent == 1, 10)
+            await server.settles(lambda _: slots.lent == 1)
         assert serving("v1")(await server.status())
 
 
@@ -110,7 +110,7 @@ async def test_a_decision_that_is_refused_holds_no_snapshot(tmp_path, monkeypatc
         for number in range(3, 6):  # v1 and v2 go as newer ones come
             weights(root, f"v{number}", number)
             await server.settles(serving(f"v{number}"))
-        await server.settles(lambda _: slots.lent == 2, 10)
+        await server.settles(lambda _: slots.lent == 2)
 
 
 def alive():

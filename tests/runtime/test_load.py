@@ -171,7 +171,7 @@ async def timed(**limits):
         yield world
     finally:
         world.gate.open.set()
-        assert await world.runtime.drained(10)
+        assert await world.runtime.drained(60)
         world.runtime.close()
 
 

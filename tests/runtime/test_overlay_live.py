@@ -6,7 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager, suppress
 
 from app.runtime import artifact_updates
-from tests.live_support import live_server
+from tests.live_support import live_server, until
 from tests.runtime.test_cutover import Load, Truth, edit, serving, state_of, weights, world
 
 
@@ -27,6 +27,7 @@ async def test_a_declaration_that_is_refused_leaves_no_contract_and_one_that_ser
         (root / "deployment.toml").write_text(text.replace("batch = 16", "batch = 8"))
         status = await server.settles(lambda status: status["deployment"]["state"] == "in force")
         await server.sees(lambda _: asyncio.to_thread(lambda: stored(root) == before | {status["active"]["contract"]}))
+        await until(lambda: server.events("contract_stored"))  # the thread that writes it says so after it
         assert [line["contract"] for line in server.events("contract_stored")] == [status["active"]["contract"]]
 
 
@@ -61,10 +62,10 @@ async def test_an_overlay_that_is_edited_for_ever_does_not_keep_newer_versions_f
         first = (await server.status())["active"]["contract"]
         async with edited_for_ever(root, 0.15) as last:
             weights(root, "v2", 1)
-            status = await server.settles(serving("v2"), seconds=20)
-            status = await server.settles(lambda status: status["active"]["contract"] != first, seconds=20)
+            status = await server.settles(serving("v2"))
+            status = await server.settles(lambda status: status["active"]["contract"] != first)
             assert status["ready"]
-        await server.settles(lambda _: server.live._runtime.active.contract.limits.batch == last[0], seconds=20)
+        await server.settles(lambda _: server.live._runtime.active.contract.limits.batch == last[0])
         assert (await server.status())["deployment"]["state"] == "in force"
 
 
@@ -84,10 +85,10 @@ async def test_an_overlay_that_never_stands_still_at_all_is_not_believed_and_ver
         with monkeypatch.context() as patch:
             patch.setattr(artifact_updates, "survey", restless)
             weights(root, "v2", 1)
-            status = await server.settles(serving("v2"), seconds=20)
+            status = await server.settles(serving("v2"))
             assert (status["active"]["contract"], status["deployment"]["state"]) == (first, "in force")
             assert state_of(status, "weights", "v2")["state"] == "active"
         edit(root, "batch = 16", "batch = 8")
-        await server.settles(lambda status: status["active"]["contract"] != first, seconds=20)
+        await server.settles(lambda status: status["active"]["contract"] != first)
         load.going = False
         await asyncio.gather(*load.tasks)

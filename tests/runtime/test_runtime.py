@@ -39,7 +39,7 @@ class Gate:
     def encode(self, contexts, arena):
         self.batches.append(len(next(iter(contexts.values())).start) - 1)
         self.entered.set()
-        assert self.open.wait(30)
+        assert self.open.wait(100)
         return self._engine.encode(contexts, arena)
 
 
@@ -83,7 +83,7 @@ async def started(policies=None, **limits):
         yield world
     finally:
         world.gate.open.set()
-        assert await world.runtime.drained(10)
+        assert await world.runtime.drained(60)
         assert world.runtime._pins.held(world.snapshot.id) == 0
         assert world.runtime._open == {}
         assert world.sample("widebeam_queue_depth") == world.sample("widebeam_in_flight") == 0
@@ -185,11 +185,11 @@ async def test_a_deadline_is_kept_while_the_engine_is_busy():
         began = time.monotonic()
         with pytest.raises(Expired):
             await world.ask("i1", ms=60).outcome()
-        assert 0.055 < time.monotonic() - began < 1.0
+        assert 0.055 < time.monotonic() - began < 60  # the engine would be held for longer
         assert world.runtime.status()["queue"]["depth"] == 0
         world.gate.open.set()
         await held.outcome()
-        assert await world.runtime.drained(10)  # whatever was handed to the engine has been noted by now
+        assert await world.runtime.drained(60)  # whatever was handed to the engine has been noted by now
         assert world.gate.batches == [1]  # it was never computed
         assert world.sample("widebeam_deadline_missed_total", stage="queue") == 1
 
@@ -203,7 +203,7 @@ async def test_a_request_whose_time_passed_unnoticed_is_not_computed_either():
         with pytest.raises(Expired):
             await late.outcome()
         await held.outcome()
-        assert await world.runtime.drained(10)  # whatever was handed to the engine has been noted by now
+        assert await world.runtime.drained(60)  # whatever was handed to the engine has been noted by now
         assert world.gate.batches == [1]
 
 
@@ -217,7 +217,7 @@ async def test_a_client_that_leaves_the_queue_is_never_computed():
             await ticket.outcome()
         world.gate.open.set()
         await held.outcome()
-        assert await world.runtime.drained(10)  # whatever was handed to the engine has been noted by now
+        assert await world.runtime.drained(60)  # whatever was handed to the engine has been noted by now
         assert world.gate.batches == [1]
         assert world.sample("widebeam_cancelled_total", stage="queue") == 1
 
@@ -229,7 +229,7 @@ async def test_a_client_that_leaves_a_running_batch_leaves_at_the_next_step():
         world.gate.open.set()
         with pytest.raises(Cancelled):
             await held.outcome()
-        assert await world.runtime.drained(10)
+        assert await world.runtime.drained(60)
         assert world.sample("widebeam_cancelled_total", stage="step") == 1
 
 
@@ -252,7 +252,7 @@ async def test_what_cannot_finish_in_time_is_refused_before_it_is_queued():
             world.runtime._batcher.time.observe(40, 0.5)
         with pytest.raises(DeadlineTooShort, match="are needed"):
             world.ask("i1", ms=100)
-        assert len((await world.ask("i1", ms=5000).outcome()).items) == 5
+        assert len((await world.ask("i1", ms=60_000).outcome()).items) == 5
         with pytest.raises(Expired):
             world.ask("i1", ms=0)
 
@@ -292,7 +292,7 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest():
         world.gate.open.set()
         assert len((await waiting.outcome()).items) == 5
         await held.outcome()
-        assert await world.runtime.drained(10)
+        assert await world.runtime.drained(60)
 
 
 async def test_a_server_without_artifacts_is_alive_and_says_why():

@@ -51,8 +51,7 @@ def fill(place: Path) -> Path:
 
 async def more_answers(load: Load, count: int) -> None:
     before = load.answers
-    while load.answers < before + count:  # noqa: ASYNC110  clients count, and tell nobody
-        await asyncio.sleep(0.01)
+    await load.sees(lambda: load.answers >= before + count)
 
 
 async def test_a_full_disk_stops_no_answer_and_every_decision_says_so_until_there_is_room(tmp_path):
@@ -145,6 +144,7 @@ async def test_weights_that_come_before_their_vocab_never_serve_on_the_old_one(t
     root = world(tmp_path)
     async with live_server(root) as server:
         load = Load(server, Truth(root), clients=2)
+        await load.begun()
         weights(root, "v2", 1, {"vocab": ["v2"]})
         status = await server.settles(lambda status: state_of(status, "weights", "v2")["state"] == "waiting")
         assert state_of(status, "weights", "v2")["reason"]["message"] == "requires vocab v2"
@@ -152,7 +152,7 @@ async def test_weights_that_come_before_their_vocab_never_serve_on_the_old_one(t
         assert serving("v1", "v1")(await server.status())
         support.write_vocab(root, SIZES, items("b"), "v2")
         await server.settles(serving("v2", "v2"))
-        await more_answers(load, 10)
+        await load.sees(lambda: ("v2", "v2") in load.seen)
         assert set(await load.end()) == {("v1", "v1"), ("v2", "v2")}
 
 
@@ -162,12 +162,12 @@ async def test_a_start_that_takes_its_time_is_alive_says_what_it_does_and_is_rea
 
     def read(*args):
         reading.set()
-        assert go.wait(60)
+        assert go.wait(100)
         return real(*args)
 
     monkeypatch.setattr(loader, "read_weights", read)
     async with live_server(root, ready=False) as server:
-        await asyncio.to_thread(reading.wait, 60)
+        await until(reading.is_set)
         for _ in range(20):
             assert (await get(server.public, "/livez")).status == 200
             reply = await get(server.public, "/readyz")

@@ -15,7 +15,7 @@ from app.runtime import watch
 from app.runtime.background import Background
 from app.runtime.logs import make_log
 from app.runtime.watch import Listing, Watch, scan, settled
-from tests.api.support import until
+from tests.api.support import PATIENCE_S, until
 
 
 def test_a_scan_lists_names_sizes_and_digests(tmp_path):
@@ -134,7 +134,7 @@ async def hinted(hint, act):
     """Whether an act is followed by a hint."""
     hint.clear()
     act()
-    await asyncio.wait_for(hint.wait(), 10)
+    await asyncio.wait_for(hint.wait(), PATIENCE_S)
     return True
 
 
@@ -169,7 +169,7 @@ async def test_without_inotify_it_says_polling_and_recovers(tmp_path, monkeypatc
     monkeypatch.setattr(watch, "RETRY_S", 0.05)
     (tmp_path / "policies").mkdir()
     async with watching(tmp_path) as (made, hint):
-        await asyncio.wait_for(hint.wait(), 10)  # whoever waits is told to look for himself
+        await asyncio.wait_for(hint.wait(), PATIENCE_S)  # whoever waits is told to look for himself
         assert made.status()["mode"] == "polling"
         assert "Too many open files" in str(made.status()["reason"])
         await until(lambda: made.status()["mode"] == "events")
