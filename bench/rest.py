@@ -1,7 +1,8 @@
 """One REST server on a GPU: the most requests a second, an open loop at 70 % of them, what REST adds, what it costs the
 engine.
 
-    python -m bench.rest [--precision bfloat16 fp8] [--seconds 30] [--k 50] [--work DIR] [--out bench/results/rest.json]
+    python -m bench.rest [--precision bfloat16 fp8] [--front-ends 0 1 2] [--seconds 30] [--k 50]
+                         [--out bench/results/rest.json]
 
 A deployment root with weights in OneRec-V2's 0.2B shape (`_synthetic`), random, and a random catalogue of a million
 items; `widebeam serve` over it as a process of its own; clients over loopback with histories of 511 items.
@@ -11,7 +12,11 @@ open     Poisson arrivals at 70 % of that; latency counts from the intended time
 rest     an answer's time at its client less the server's own, from the request's last byte to the answer made
          (`timings_ms.total`): sockets, HTTP, JSON, the event loop's turns
 busy     the closed loop once more, with requests beside it that are refused after their bodies were read, as many as
-         make 1,000 a second: the step loop's own time of a batch against that of the engine thread alone (`alone`)
+         make 1,000 a second
+alone    the engine's process without HTTP, with as many requests under way as in the closed loop (`_rest_alone`): what
+         the step loop's own time of a batch is compared with
+
+--front-ends: `server.front_ends`, one server after the other on one root; 0 = HTTP and engine in one process.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import platform
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,6 +48,7 @@ from app.cli.loop import run
 from app.config import Limits, SidConfig
 from app.engine.families.base import ModelFiles
 from app.engine.families.onerec import OneRec
+from app.errors import counted
 from app.vocab.artifact import save_vocab
 from app.vocab.publish import commit, draft
 from bench import _served
@@ -116,9 +123,13 @@ def _write_weights(root: Path, shape: Shape) -> None:
 
 def bodies(shape: Shape, items: int, k: int) -> list[bytes]:
     """Requests with full histories."""
-    generator = np.random.default_rng(3)
-    histories = generator.integers(0, items, (BODIES, shape.context - 1)).tolist()
-    return [json.dumps({"context": {"history": [f"item-{n}" for n in one]}, "k": k}).encode() for one in histories]
+    return [json.dumps({"context": {"history": one}, "k": k}).encode() for one in bodies_ids(shape.context, items)]
+
+
+def bodies_ids(context: int, items: int) -> list[list[str]]:
+    """The histories of those requests."""
+    histories = np.random.default_rng(3).integers(0, items, (BODIES, context - 1)).tolist()
+    return [[f"item-{n}" for n in one] for one in histories]
 
 
 class Asking(Load):
@@ -200,7 +211,9 @@ async def opened(target: Target, asked: Sequence[bytes], rate: float, seconds: f
 
 
 def _told(rows: Sequence[tuple[float, _Seen]]) -> Row:
-    """What the server says of the answers, and what its clients saw beyond it."""
+    """What the server says of the answers, and what its clients saw beyond it; nothing where there are none."""
+    if not rows:
+        return {}
     around = [latency - seen.timings_ms.total / 1e3 for latency, seen in rows]
     parts = {
         name: statistics.mean(getattr(seen.timings_ms, name) for _, seen in rows) for name in _Timings.__struct_fields__
@@ -232,7 +245,12 @@ def steps_ms(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 def metrics(url: str) -> dict[str, float]:
     """Samples of /metrics by name and labels."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
+        return parse_metrics(answer.read())
+
+
+def parse_metrics(text: bytes) -> dict[str, float]:
+    """Samples of a scrape by name and labels."""
+    lines = text.decode().splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
 
@@ -242,6 +260,24 @@ def serving(root: Path, log: Path) -> Iterator[tuple[Target, str]]:
     with _served.server(root, log) as port:
         url = f"http://127.0.0.1:{port}"
         yield Target.parse(url), url
+
+
+def with_front_ends(root: Path, number: int) -> Path:
+    """The root, set to so many front ends."""
+    file = root / "deployment.toml"
+    kept = [line for line in file.read_text().splitlines() if not line.startswith("front_ends")]
+    at = kept.index("[server]") + 1
+    file.write_text("\n".join([*kept[:at], f"front_ends = {number}", *kept[at:], ""]))
+    return root
+
+
+def alone(root: Path, shape: Shape, batch: int, seconds: float, k: int) -> Row:
+    """The engine's process without HTTP."""
+    command = [sys.executable, "-m", "bench._rest_alone", str(root), "--batch", str(batch), "--seconds", str(seconds)]
+    command += ["--k", str(k), "--context", str(shape.context), "--items", str(shape.items // 2)]
+    done = subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parent.parent)
+    found: Row = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def measure(root: Path, shape: Shape, batch: int, seconds: float, k: int, work: Path) -> Row:
@@ -258,7 +294,8 @@ def measure(root: Path, shape: Shape, batch: int, seconds: float, k: int, work: 
         looked.append(metrics(url))
         open_loop = run(opened(target, asked, SHARE * full["per_s"], seconds))
         few = run(opened(target, asked, 20.0, min(seconds, 10.0)))
-    full["steps_ms"], busy["steps_ms"] = (steps_ms(*looked[n : n + 2]) for n in (0, 1))
+    for n, one in enumerate((full, busy)):
+        one["steps_ms"] = steps_ms(*looked[n : n + 2])
     return {"closed": full, "busy": busy, "open": open_loop, "few": few}
 
 
@@ -271,6 +308,9 @@ def markdown(document: Row) -> str:
     ]  # fmt: skip
     rows = []
     for precision, run_ in document["runs"].items():
+        least = sum(run_["alone"]["steps_ms"].values()) if "alone" in run_ else None
+        if least is not None:
+            rows.append([precision, "alone", f"{run_['alone']['per_s']:.0f}", *["-"] * 7, f"{least:.2f}", "1.00"])
         for name in ("closed", "busy", "open", "few"):
             one = run_[name]
             latency = one.get("latency_ms") or {"p50": None, "p99": None}
@@ -283,12 +323,13 @@ def markdown(document: Row) -> str:
                 one["rest_ms"]["p99"],
             ]
             steps = sum(one["steps_ms"].values()) if "steps_ms" in one else None
+            times = None if steps is None or least is None else steps / least
             rows.append([
                 precision, name, f"{asked:.0f}", f"{one.get('refused_per_s', 0):.0f}", f"{one['batch']:.1f}",
-                *("-" if cell is None else f"{cell:.2f}" for cell in (*cells, steps)),
+                *("-" if cell is None else f"{cell:.2f}" for cell in (*cells, steps, times)),
             ])  # fmt: skip
     head = ["precision", "load", "requests/s", "refused/s", "batch", "p50 ms", "p99 ms", "p99 in the server",
-            "REST adds, p50", "p99", "steps ms"]  # fmt: skip
+            "REST adds, p50", "p99", "steps ms", "times alone"]  # fmt: skip
     return "\n".join([*lines, table(head, rows), ""])
 
 
@@ -298,6 +339,7 @@ def main() -> None:
     parser.add_argument(
         "--precision", nargs="+", choices=["bfloat16", "float16", "fp8", "float32"], default=["bfloat16"]
     )
+    parser.add_argument("--front-ends", nargs="+", type=int, default=[0])
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--k", type=int, default=50)
     parser.add_argument("--batch", type=int, default=32)
@@ -315,8 +357,12 @@ def main() -> None:
             print(f"{precision}: a root after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
             if args.contracts:
                 shutil.copytree(args.contracts, root / "contracts")
-            runs[precision] = measure(root, shape, args.batch, args.seconds, args.k, work)
-            print(json.dumps(runs[precision]), flush=True)
+            without = alone(root, shape, args.batch, args.seconds, args.k)
+            for number in args.front_ends:
+                name = precision if number == 0 else f"{precision}, {counted(number, 'front end')}"
+                found = measure(with_front_ends(root, number), shape, args.batch, args.seconds, args.k, work)
+                runs[name] = found | {"alone": without}
+                print(json.dumps({name: runs[name]}), flush=True)
     document = {
         "device": "a CPU" if args.toy else torch.cuda.get_device_name(), "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__, "python": platform.python_version(), "commit": commit_of(),

@@ -57,7 +57,8 @@ class Overrides:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A composed server: `runtime.start(load)` makes it ready, or says why not; `live` follows the root for ever."""
+    """A composed server: `runtime.start(load)` makes it ready, or says why not; `live` follows the root for ever;
+    `stream` is what the log goes to."""
 
     deployment: Deployment
     metrics: Metrics
@@ -65,6 +66,7 @@ class Service:
     build: Callable[[], Runtime]
     load: Callable[[], Loaded]
     live: Callable[[Runtime], Live]
+    stream: BinaryIO
 
 
 def compose(root: Path, overrides: Overrides, stream: BinaryIO, *, tolerant: bool = False) -> Service:
@@ -98,7 +100,7 @@ def compose(root: Path, overrides: Overrides, stream: BinaryIO, *, tolerant: boo
     def live(runtime: Runtime) -> Live:
         return Live(root, deployment, runtime, metrics, log, clock, contracts, operators)
 
-    return Service(deployment, metrics, log, build, load, live)
+    return Service(deployment, metrics, log, build, load, live, stream)
 
 
 def available_cores() -> int:

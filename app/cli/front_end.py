@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import app
 from app.cli import loop
@@ -22,8 +22,9 @@ OURS: Final = (signal.SIGINT, signal.SIGTERM)
 """Signals to the whole process group are for the process that owns it; a front end leaves when that one says so."""
 
 
-def start(listener: int, engine: int) -> subprocess.Popen[bytes]:
-    """Start one; see `front_ends.Start`. Raises OSError."""
+def start(listener: int, engine: int, log: BinaryIO | None = None) -> subprocess.Popen[bytes]:
+    """Start one; see `front_ends.Start`. log: where its lines go, None = where this process' output goes. Raises
+    OSError."""
     home = str(Path(app.__file__).parent.parent)  # of this very program, whatever lies in the working directory
     path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, OURS)  # of this thread, and so of the process that it starts
@@ -32,6 +33,7 @@ def start(listener: int, engine: int) -> subprocess.Popen[bytes]:
             [sys.executable, "-P", "-m", "app.cli.front_end", str(listener), str(engine)],
             pass_fds=(listener, engine),
             stdin=subprocess.DEVNULL,
+            stdout=log,
             env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
         )
     finally:

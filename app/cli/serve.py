@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, BinaryIO, Final
 
 import typer
 
@@ -32,10 +33,24 @@ def serve(
 
     A root that is not there is a wrong command line: exit 2, at once.
     """
-    sys.setswitchinterval(SWITCH_S)  # of the process
+    use_short_turns()
     service = compose(root, Overrides(host, port, admin_port, device), sys.stdout.buffer, tolerant=True)
     route_stdlib(service.log)  # uvicorn's and asyncio's own warnings, as lines of the same log
     loop.run(run(service, root))
+
+
+def _file(stream: BinaryIO) -> BinaryIO | None:
+    """A stream that another process can write to, too; None for one in memory."""
+    try:
+        stream.fileno()
+    except OSError:
+        return None
+    return stream
+
+
+def use_short_turns() -> None:
+    """Set this process' `SWITCH_S`."""
+    sys.setswitchinterval(SWITCH_S)
 
 
 async def run(
@@ -58,7 +73,7 @@ async def run(
             on_ready=on_ready,
             stop=stop,
             control=live,
-            start=front_end.start,
+            start=partial(front_end.start, log=_file(service.stream)),
         )
     finally:
         following.cancel()
