@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from app.cli import loop
 from app.cli.compose import Overrides, compose
 from app.cli.serve import run
-from app.runtime.background import _answer
+from app.runtime.background import Background, _answer
 from app.runtime.live import Live
 from app.runtime.runtime import Runtime
 
@@ -46,7 +46,7 @@ def main() -> None:
 
     def live(runtime: Runtime) -> Live:
         found = made(runtime)
-        found._artifacts.stage._background = OnTheEngine(runtime)  # noqa: SLF001
+        found._artifacts.stage._background = cast(Background, OnTheEngine(runtime))  # noqa: SLF001
         return found
 
     loop.run(run(replace(service, live=live), root))

@@ -223,7 +223,11 @@ def _make_weights(store: Path, setting: Setting, content: int) -> None:
         commit(made, "weights", LETTERS[content], "bench", {})
 
 
-def _tensor(name, shape, setting, content, shared, generator) -> Iterator[bytes | memoryview]:
+def _tensor(
+    name: str, shape: tuple[int, ...], setting: Setting, content: int, shared: np.random.Generator,
+    generator: np.random.Generator,
+) -> Iterator[bytes | memoryview]:  # fmt: skip
+    """A tensor's bytes; generator: of what no other content has, shared: of what all of them have."""
     if name.endswith("norm.weight"):
         scale = SCALES[content] if name == "model.norm.weight" else 1.0
         yield np.full(shape, scale, np.float32).tobytes()

@@ -99,7 +99,8 @@ def make_batch(setting: Setting, device: torch.device, config: dict[str, Any], s
             np.arange(0, n + 1, width, dtype=np.int32),
             ancestry,
         )
-        rows.append(Rows(*(torch.from_numpy(x.copy()).to(device) for x in arrays), compact=False, full=False))
+        tensors: list[Any] = [torch.from_numpy(x.copy()).to(device) for x in arrays]
+        rows.append(Rows(*tensors, compact=False, full=False))
     return Batch(engine, family, arena, rows)
 
 
@@ -195,7 +196,7 @@ def eager_times(batch: Batch, rounds: int) -> list[float]:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
         torch.cuda.synchronize()
         events[0].record()
-        decode(batch, lambda t, events=events: events[t + 1].record())  # type: ignore[misc]
+        decode(batch, lambda t, events=events: events[t + 1].record())
         torch.cuda.synchronize()
         times.append([events[0].elapsed_time(event) for event in events[1:]])
     return torch.tensor(times[1:]).median(0).values.tolist()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from app.core import StepOutput, Survivors
 from app.engine.cuda_graphs import CudaRecorder
-from app.engine.families.onerec import Block, OneRec
+from app.engine.families.onerec import Block, Feed, OneRec
 from app.engine.fp8 import normed_for
 from app.engine.graphs import Recorded
 from app.ops.attention import context_attention, prefix_attention
@@ -50,7 +51,7 @@ class OnePlan(StepLoop):
         self.width, self.steps, self.sizes = contract.limits.widest, len(contract.sizes), contract.sizes
         self.arena = engine.new_arena(contract.limits)
         self.requests, rows = requests, requests * self.width
-        ints = {"dtype": torch.int32, "device": self.device}
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         self.codes, self.ancestry = torch.zeros(rows, **ints), torch.zeros(rows, self.steps - 1, **ints)
         self.row_start = torch.arange(0, rows + 1, self.width, **ints)
         later = torch.arange(self.steps - 1, device=self.device)
@@ -64,7 +65,7 @@ class OnePlan(StepLoop):
         if self.device.type == "cuda":
             recorder = CudaRecorder(self.device)
             self.graphs = [
-                recorder.record(lambda t=t: StepOutput(self.decode(t), None, {}), fresh=True)  # type: ignore[misc]
+                recorder.record(lambda t=t: StepOutput(self.decode(t), None, {}), fresh=True)
                 for t in range(1, self.steps + 1)
             ]
             recorder.end(fresh=True)
@@ -146,8 +147,9 @@ class OnePlan(StepLoop):
         if self.general:
             seen = self._prefix(t, q, (k, v), (slots_k, slots_v), block.scale)
             x.addmm_(seen.flatten(1), own.o.weight.t())
-            gate, up = block.ffn.gate_up(block.ffn_norm(x)).chunk(2, 1)
-            return x.add_(block.ffn.down(silu(gate).mul_(up)))
+            feed = cast(Feed, block.ffn)  # the modes are of the row without experts
+            gate, up = feed.gate_up(block.ffn_norm(x)).chunk(2, 1)
+            return x.add_(feed.down(silu(gate).mul_(up)))
         seen = prefix_attention(
             q, k, v, arena[f"k.{index}"], arena[f"v.{index}"],
             ancestry=self.ancestry, scale=block.scale, bias=self.bias[t - 1],

@@ -141,9 +141,9 @@ class Updates:
             publish(self._work, kind, self._content[kind], version)
             self._serving[kind] = version
         ask_for(self._work, self._serving)
-        at, _ = self._server.wait("snapshot_active", SETTLE_S, **self._serving)
+        at, _ = self._server.wait("snapshot_active", SETTLE_S, **{str(k): v for k, v in self._serving.items()})
         drop_old(self._work, frozenset(self._serving.values()))
-        return {"kind": what, **self._serving, "published": began, "active": at}
+        return {"kind": what, **{str(k): v for k, v in self._serving.items()}, "published": began, "active": at}
 
 
 def _complete(server: Server, updates: list[Row]) -> None:

@@ -133,7 +133,7 @@ def profiled(run: Callable[[], object], batches: int = 3) -> Row:
     found = sorted(
         (one.time_range.start, one.time_range.end - one.time_range.start, one.name.lower())
         for one in profile.events() or ()
-        if one.device_type == torch.autograd.DeviceType.CUDA
+        if one.device_type.name == "CUDA"
     )
     kinds: dict[str, float] = dict.fromkeys([*KINDS, "rest"], 0.0)
     names: dict[str, float] = {}

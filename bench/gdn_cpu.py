@@ -120,8 +120,8 @@ def measure(rounds: int, seconds: float, setting: Setting, root: Path, save: Cal
         for count, width in CASES:
             everybody = {"widebeam": widebeam(runtime, make_histories(setting, count), width)}
             for name in (kind.name for kind in kinds):
-                whole, again = (partial(run, name, count, width) for run in (others.search, others.milliseconds))
-                everybody[name] = Contestant(whole, again)
+                asked = name, count, width
+                everybody[name] = Contestant(partial(others.search, *asked), partial(others.milliseconds, *asked))
             results.append({"B": count, "W": width, **contest(everybody, rounds, seconds / len(CASES))})
             print(json.dumps(results[-1]), flush=True)
             save(results)

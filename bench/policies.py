@@ -181,7 +181,7 @@ def measure_compiling(repeats: int) -> Row:
             (policies / f"child{number}.yaml").write_text(f"widebeam: 1\nextends: parent\n{own}")
         each_its_own = seconds(compiled)
         unchanged = [seconds(compiled) for _ in range(repeats)]
-        edits = {"parameter": [], "structure": []}
+        edits: dict[str, list[float]] = {"parameter": [], "structure": []}
         for turn in range(repeats):
             text = CHILD.format(value=5 + turn / 100, width=200 + turn)
             (policies / "child0.yaml").write_text(text)

@@ -18,7 +18,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +140,7 @@ class Dense(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, D] -> the same, in its memory."""
-        first, second, third = self.norms
+        first, second, third = cast("list[nn.RMSNorm]", list(self.norms))
         q, _, _ = self.cross.heads(normed_for(x, first, self.cross.qkv.weight))
         q, _, _ = self.own.heads(self.cross.after(x, q, second, self.own.qkv.weight))
         return self.feed.onto(x, self.own.after(x, q, third, self.feed.entry))
@@ -214,7 +214,7 @@ def mixtures() -> Iterator[Row]:
     for eight in (False, True):
         part = Mixture(Routing(EXPERTS, CHOSEN, HIDDEN, shared=HIDDEN), WIDE).to("cuda", torch.bfloat16)
         for parameter in part.parameters():
-            parameter.requires_grad_(requires_grad=False).normal_().mul_(parameter.shape[1] ** -0.5)
+            parameter.requires_grad_(False).normal_().mul_(parameter.shape[1] ** -0.5)
         for name in part.projections() if eight else ():
             install(part, name, *fp8.quantise_rows(getattr(part, name)))
         x, onto = normal(ROWS, WIDE), normal(ROWS, WIDE)
@@ -224,7 +224,7 @@ def mixtures() -> Iterator[Row]:
 
 def shown(row: Row) -> str:
     """A line of the table."""
-    flat = {}
+    flat: Row = {}
     for name, value in row.items():
         flat |= {f"{k} {name}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
     return "  ".join(

@@ -155,7 +155,7 @@ def measure(shape: Shape, kind: str, names: Sequence[str], *, early: bool) -> It
         size = shape.requests * shape.width * CODES * dtype.itemsize
         sets = [make_inputs(shape, kind, dtype, seed) for seed in range(max(2, min(8, int(3e8 // size))))]
         for name in mine:
-            ms = graph_time([lambda x=x, way=every[name]: way(x) for x in sets])  # type: ignore[misc]
+            ms = graph_time([lambda x=x, way=every[name]: way(x) for x in sets])
             yield {
                 "R": shape.requests, "W": shape.width, "K": shape.keep, "scores": kind, "way": name,
                 "ms": round(ms, 4), "floor_ms": round(1e3 * size / BANDWIDTH, 4),
