@@ -226,6 +226,12 @@ class Unread(NamedTuple):
     code: str
     message: str
 
+    def error(self) -> BadDeployment:
+        """To raise."""
+        found = BadDeployment(self.message, file=DEPLOYMENT)
+        found.code = self.code
+        return found
+
 
 def read_overlay(root: Path) -> bytes | Unread:
     """The bytes of ROOT/deployment.toml, whole, or why there are none: the same for a start as for an edit."""
@@ -241,9 +247,7 @@ def read_overlay(root: Path) -> bytes | Unread:
 def decode(data: bytes | Unread) -> str:
     """Its text. Raises BadDeployment."""
     if isinstance(data, Unread):
-        refused = BadDeployment(data.message, file=DEPLOYMENT)
-        refused.code = data.code
-        raise refused
+        raise data.error()
     try:
         return data.decode()
     except UnicodeDecodeError as error:

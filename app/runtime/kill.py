@@ -1,7 +1,8 @@
 """The kill switch: names of policies and experiments that must not serve. It works when everything else is broken.
 
 Two sources, which add up: the file policies/KILL (a name a line, `#` starts a comment, `*` = everything) and what an
-operator posted, kept under state/. Nothing is compiled and nothing else is read on this path.
+operator posted, kept under state/. Nothing is compiled and nothing else is read on this path. What the file listed last
+is kept under state/, too: a file that cannot be used at a start lists what it listed before.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ class KillSwitch:
 
     def __init__(self, policies: Path, state: Path) -> None:
         self._file, self._state = policies / FILE, state / state_dir.KILLED
-        self._listed: frozenset[str] = frozenset()
+        self._kept = state / state_dir.KILL_LIST
+        self._before = _read_names(self._kept) if os.path.lexists(self._kept) else None  # None: nobody knows
+        self._listed: frozenset[str] = self._before or frozenset()
         self._posted: frozenset[str] = frozenset()
         self._posts = 0
         self.unreadable = False
         self.unlistable = ""
         """Why the KILL file cannot be used; "" where it can be."""
+        self.unkept = ""
+        """Why what it lists is not kept for the next start; "" where it is."""
         self.take(self.read())
 
     @property
@@ -52,9 +57,20 @@ class KillSwitch:
         return self._listed | self._posted
 
     def read(self) -> Read:
-        """Both sources as the disk has them; any thread."""
-        posts = self._posts
-        return Read(_read_list(self._file), _read_posted(self._state), posts)
+        """Both sources as the disk has them; any thread, one at a time. What is listed is kept."""
+        posts, listed = self._posts, _read_list(self._file)
+        if isinstance(listed, frozenset) and listed != self._before:
+            self._keep(listed)
+        return Read(listed, _read_names(self._state), posts)
+
+    def _keep(self, listed: frozenset[str]) -> None:
+        try:
+            if listed or os.path.lexists(self._kept):
+                state_dir.write(self._kept, msgspec.json.encode(sorted(listed)) + b"\n")
+        except OSError as error:
+            self.unkept = f"cannot be written: {error.strerror}"
+        else:
+            self._before, self.unkept = listed, ""
 
     def take(self, read: Read) -> frozenset[str]:
         """Let a read count; the names now. Where somebody posted after it was begun, the post counts."""
@@ -73,7 +89,7 @@ class KillSwitch:
         """
         add, remove = _checked(add), _checked(remove)
         with state_dir.alone(self._state.parent):
-            known = _read_posted(self._state)  # another server on this root may have been told something meanwhile
+            known = _read_names(self._state)  # another server on this root may have been told something meanwhile
             posted = ((self._posted if known is None else known) | add) - remove
             if len(posted) > MAX_NAMES:
                 raise InvalidRequest(f"more than {MAX_NAMES} names", path="$.kill")
@@ -83,12 +99,17 @@ class KillSwitch:
         self.unreadable = False
         return self.names
 
+    @property
+    def instead(self) -> str:
+        """What counts in place of a KILL file that cannot be used."""
+        return "what it listed before counts" if self._before is not None else "whom it lists is not known"
+
     def document(self) -> list[dict[str, str]]:
         """What is killed, and where that is said."""
         both = [(name, f"policies/{FILE}") for name in self._listed]
         both += [(name, f"state/{state_dir.KILLED}") for name in self._posted]
         if self.unlistable:
-            both.append(("?", f"policies/{FILE}, which {self.unlistable}: what it listed before counts"))
+            both.append(("?", f"policies/{FILE}, which {self.unlistable}: {self.instead}"))
         if self.unreadable:
             both.append(("?", f"state/{state_dir.KILLED}, which cannot be read: who was killed there is not known"))
         return [{"name": name, "by": by} for name, by in sorted(both)]
@@ -116,7 +137,8 @@ def _read_list(file: Path) -> frozenset[str] | str:
     return frozenset(word for word in words if word and len(word) <= MAX_NAME)
 
 
-def _read_posted(file: Path) -> frozenset[str] | None:
+def _read_names(file: Path) -> frozenset[str] | None:
+    """Names that the server has written down; none where it has not, None where they cannot be read."""
     if not os.path.lexists(file):
         return frozenset()
     data = state_dir.read(file)

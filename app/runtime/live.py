@@ -157,7 +157,7 @@ class Live:
             with suppress(OSError):
                 self._apply_kill(self._kill.take(await asyncio.to_thread(self._kill.read)))
             if self._kill.unlistable not in {said, NO_FOLDER, ""}:
-                message = f"{self._kill.unlistable}: what it listed before counts"
+                message = f"{self._kill.unlistable}: {self._kill.instead}"
                 self._log.error("kill_list_unusable", file=f"{SHOWN}/{KILL}", message=message)
             said = self._kill.unlistable
             await asyncio.sleep(KILL_PERIOD_S)
@@ -275,3 +275,5 @@ class Live:
         yield from self._contracts.unkept
         if self._policies.unsaved is not None:
             yield self._policies.unsaved
+        if self._kill.unkept:
+            yield Rejected("kill_list_not_kept", self._kill.unkept, location=f"state/{state_dir.KILL_LIST}")

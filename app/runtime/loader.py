@@ -141,7 +141,7 @@ class _Gate:
         """The newest versions that pass and agree. Raises Rejected with what keeps the newest out, if none do."""
         seen = survey(self._root, self._state)
         if seen.problem is not None:
-            raise seen.problem
+            raise seen.problem.bare()
         self._look(seen)
         heavy, words, apart = dict[str, Weights](), dict[str, Vocab](), set[tuple[str, str]]()
         deployment, contracts = self._deployment, self._contracts

@@ -22,6 +22,7 @@ MAX_POLICIES: Final = 50
 """Policies that are kept by id, those in force not counted."""
 PIN: Final = "pin.json"
 KILLED: Final = "killed.json"
+KILL_LIST: Final = "kill_list.json"
 
 
 def write(path: Path, data: bytes) -> None:

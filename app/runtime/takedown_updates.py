@@ -166,6 +166,6 @@ class TakedownUpdates:
 
 def _loaded(one: Candidate) -> Takedowns:
     if one.manifest is None:
-        raise one.problem or Rejected("manifest_missing", "the manifest is gone")
+        raise one.problem.bare() if one.problem else Rejected("manifest_missing", "the manifest is gone")
     verify(one.found.directory, "takedowns")
     return load_takedowns(one.found.directory)[0]

@@ -133,6 +133,75 @@ def test_a_kill_file_that_is_too_large_is_not_cut_but_said(places):
     assert not switch.unlistable
 
 
+def spoil_folder(places):
+    (places[0] / "KILL").unlink()
+    (places[0] / "KILL").mkdir()
+
+
+def spoil_size(places):
+    (places[0] / "KILL").write_text("c\n" * MAX_BYTES)
+
+
+def spoil_link(places):
+    (places[0] / "KILL").unlink()
+    (places[0] / "KILL").symlink_to("/etc/hostname")
+
+
+def spoil_place(places):
+    places[0].rename(places[0].parent / "away")
+
+
+@pytest.mark.parametrize("spoil", [spoil_folder, spoil_size, spoil_link, spoil_place])
+def test_a_kill_file_that_cannot_be_used_at_a_start_kills_whom_it_listed_before(places, spoil):
+    (places[0] / "KILL").write_text("a\nb\n")
+    assert KillSwitch(*places).names == {"a", "b"}
+    spoil(places)
+    for _ in range(2):  # starts
+        again = KillSwitch(*places)
+        assert again.names == {"a", "b"}
+        assert "what it listed before counts" in again.document()[0]["by"]
+    again.post(["c"], [])
+    assert KillSwitch(*places).names == {"a", "b", "c"}
+
+
+def test_a_name_that_has_left_the_kill_file_is_not_killed_by_what_was_kept(places):
+    (places[0] / "KILL").write_text("a\nb\n")
+    switch = KillSwitch(*places)
+    (places[0] / "KILL").write_text("b\n")
+    assert switch.take(switch.read()) == {"b"}
+    spoil_folder(places)
+    assert KillSwitch(*places).names == {"b"}
+    (places[0] / "KILL").rmdir()
+    assert KillSwitch(*places).names == frozenset()
+    (places[0] / "KILL").mkdir()
+    assert KillSwitch(*places).names == frozenset()
+
+
+def test_where_nothing_is_known_of_a_kill_file_that_is_said(places):
+    (places[0] / "KILL").mkdir()
+    assert "whom it lists is not known" in KillSwitch(*places).document()[0]["by"]
+    places[1].mkdir()
+    (places[1] / "kill_list.json").write_text("[")
+    assert KillSwitch(*places).names == frozenset()
+    assert "whom it lists is not known" in KillSwitch(*places).document()[0]["by"]
+
+
+def test_a_kill_list_that_cannot_be_kept_counts_and_is_kept_when_there_is_room(places, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    switch = KillSwitch(*places)
+    (places[0] / "KILL").write_text("a\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(state_dir, "write", full)
+        assert switch.take(switch.read()) == {"a"}
+        assert switch.unkept == "cannot be written: No space left on device"
+    assert switch.take(switch.read()) == {"a"}
+    assert not switch.unkept
+    spoil_folder(places)
+    assert KillSwitch(*places).names == {"a"}
+
+
 async def test_a_kill_file_that_cannot_be_used_is_logged_once(tmp_path):
     root = support.write_root(tmp_path / "root")
     (root / "policies" / "feed.yaml").write_text("widebeam: 1\n")
@@ -145,7 +214,22 @@ async def test_a_kill_file_that_cannot_be_used_is_logged_once(tmp_path):
         await until(lambda: server.events("killed"))
         [line] = server.events("kill_list_unusable")
     assert line["file"] == "policies/KILL"
-    assert line["message"] == "has more than 65536 bytes: what it listed before counts"
+    assert line["message"] == "has more than 65536 bytes: whom it lists is not known"
+
+
+async def test_a_restart_over_a_kill_file_that_cannot_be_used_revives_nobody(tmp_path):
+    root = support.write_root(tmp_path / "root", policies={"feed": "widebeam: 1\n"})
+    (root / "policies" / "KILL").write_text("feed\n")
+    async with live_server(root) as server:
+        await server.sees(lambda server: killed(server))
+    (root / "policies" / "KILL").write_text("feed\n" * 20_000)
+    async with live_server(root) as server:
+        assert (await server.recommend(policy="feed"))["versions"]["policy"] == "base"
+        assert await killed(server)
+
+
+async def killed(server):
+    return (await server.status())["policies"]["feed"]["state"] == "killed"
 
 
 def test_two_servers_on_one_root_do_not_revive_what_the_other_has_killed(tmp_path, monkeypatch):
