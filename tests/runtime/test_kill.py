@@ -221,7 +221,7 @@ async def test_a_restart_over_a_kill_file_that_cannot_be_used_revives_nobody(tmp
     root = support.write_root(tmp_path / "root", policies={"feed": "widebeam: 1\n"})
     (root / "policies" / "KILL").write_text("feed\n")
     async with live_server(root) as server:
-        await server.sees(lambda server: killed(server))
+        await server.sees(killed)
     (root / "policies" / "KILL").write_text("feed\n" * 20_000)
     async with live_server(root) as server:
         assert (await server.recommend(policy="feed"))["versions"]["policy"] == "base"
