@@ -192,7 +192,7 @@ def test_one_log_and_one_scrape_tell_of_every_front_end(root):
             edit(root, "front_ends = 1", "front_ends = 2")
 
 
-async def test_cutovers_and_edits_of_policies_through_two_front_ends_fail_no_request_and_mix_nothing(tmp_path):
+async def test_cutovers_and_edits_through_two_front_ends_fail_no_request_and_mix_nothing(tmp_path):
     root = with_front_ends(world(tmp_path), 2)
     async with live_server(root) as server:
         load = Load(server, Truth(root))
