@@ -18,9 +18,10 @@ Answer = Sequence[tuple[str, float]]
 
 
 def root_of(directory: Path, precision: str) -> Path:
-    """A copy of the repository's own root."""
-    for name in ("weights", "vocab", "policies"):
-        shutil.copytree(REPOSITORY / name, directory / name)
+    """A copy of the repository's own root, with the contracts that have been made there: an export takes a while."""
+    for name in ("weights", "vocab", "policies", "contracts"):
+        if name != "contracts" or (REPOSITORY / name).is_dir():
+            shutil.copytree(REPOSITORY / name, directory / name)
     text = (REPOSITORY / "deployment.toml").read_text()
     (directory / "deployment.toml").write_text(
         f'precision = "{precision}"\n'

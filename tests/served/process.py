@@ -50,8 +50,9 @@ class Server:
             assert time.monotonic() < deadline, f"not {what} in time: {self.lines[-5:]}"
             time.sleep(0.02)
 
-    def ready(self) -> Server:
-        self.until(lambda: self.client.get("/readyz").status_code == 200, "ready")
+    def ready(self, timeout: float = 240) -> Server:
+        """Waits for a contract's export and, on a GPU, for kernels: a busy machine needs minutes for them."""
+        self.until(lambda: self.client.get("/readyz").status_code == 200, "ready", timeout)
         return self
 
     def ask(self, *history: str, k: int = 10, **fields) -> httpx.Response:
