@@ -53,6 +53,8 @@ class Qwen35(TokenModel):
             blocks = ((LinearBlock if kind == LINEAR else FullBlock)(config, routing) for kind, routing in both)
             self.blocks = nn.ModuleList(blocks)
         self.to(dtype)
+        specs = [block.states(self.positions, dtype) for block in self._blocks()]
+        self.carried = [{spec.name: f"{spec.name}.{i}" for spec in own} for i, own in enumerate(specs)]
         table = layers.rotary_table(self.positions + self.steps, config.rotary, config.theta, config.rope_factor)
         self.register_buffer("angles", table, persistent=False)
 
@@ -134,5 +136,4 @@ class Qwen35(TokenModel):
         return [block for block in self.blocks if isinstance(block, Block)]
 
     def _state(self, arena: Arena, i: int) -> State:
-        specs = self._blocks()[i].states(self.positions, self.dtype)
-        return {spec.name: arena[f"{spec.name}.{i}"] for spec in specs}
+        return {name: arena[own] for name, own in self.carried[i].items()}

@@ -21,6 +21,8 @@ from app.ops.graph import as_node
 CHUNK, CPU_CHUNK = 64, 32
 """Positions of a chunk: the work inside grows with it, the number of states in a row shrinks. On a CPU shorter ones
 cost less: what grows are passes over memory and triangular solves."""
+BLOCK = 8
+"""Unknowns that a CPU solves for at a time. In the powers that invert so many no entry grows beyond 20."""
 
 
 class Chunks(NamedTuple):
@@ -126,8 +128,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, c
     pair = exp(decay.unsqueeze(4) - decay.unsqueeze(3)).tril_()
     system = ((key @ key.transpose(3, 4)) * pair).mul_(gate.unsqueeze(4))
     right = torch.cat([value, key * grown], 4).mul_(gate.unsqueeze(4))
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).flatten(0, 2)
-    written, read = solved.split([width, dim], 2)
+    written, read = _solved(system.flatten(0, 2), right.flatten(0, 2)).split([width, dim], 2)
     within = pair.mul_(query @ key.transpose(3, 4)).flatten(0, 2)
     asked = (query * grown).flatten(0, 2)
     kept = (key * exp(decay[..., -1:] - decay).unsqueeze(4)).flatten(0, 2).transpose(1, 2)
@@ -144,6 +145,30 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, c
     )
     tokens = out.view(-1, width).index_select(0, back.view(-1)).view(-1, hv, width)
     return tokens, states.view(-1, hv, dim, width).index_select(0, chunks.rank)
+
+
+def _solved(system: Tensor, right: Tensor) -> Tensor:
+    """(I + A)^-1 right: system [M, C, C], of which A is what lies below the diagonal, right [M, C, X].
+
+    On a CPU in blocks, all systems at once: LAPACK would take them one by one, on one core.
+    """
+    many, size, _ = system.shape
+    if system.device.type != "cpu" or size % BLOCK:
+        return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    rows = size // BLOCK
+    own = system.view(many, rows, BLOCK, rows, BLOCK).diagonal(0, 1, 3).permute(0, 3, 1, 2)
+    power = own.reshape(-1, BLOCK, BLOCK).tril(-1)
+    inverse = torch.eye(BLOCK) - power  # (I + A)^-1 = (I - A) (I + A^2) (I + A^4), as A^8 = 0
+    for _ in range(1, (BLOCK - 1).bit_length()):
+        power = power @ power
+        inverse = torch.baddbmm(inverse, inverse, power)
+    inverse = inverse.view(many, rows, BLOCK, BLOCK)
+    solved = torch.empty_like(right)
+    for i in range(rows):
+        here, before = slice(i * BLOCK, (i + 1) * BLOCK), slice(0, i * BLOCK)
+        left = torch.baddbmm(right[:, here], system[:, here, before], solved[:, before], alpha=-1)
+        solved[:, here] = inverse[:, i] @ left
+    return solved
 
 
 def _places(token: Tensor, heads: int) -> Tensor:

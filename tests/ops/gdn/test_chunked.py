@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from app.ops.gdn import chunked_delta_rule, plan_chunks
+from app.ops.gdn.chunked import _solved
 from app.ops.gdn.reference import delta_rule
 from tests.ops.gdn.cases import Shape, tokens
 
@@ -51,3 +52,14 @@ def test_a_plan_cuts_every_prompt_on_its_own():
     assert plan.token.tolist() == [[3, 4, 5, 6], [0, 1, 2, 2], [7, 7, 7, 7]]
     assert plan.real.sum(1).tolist() == [4, 3, 1]
     assert plan.place.tolist() == [4, 5, 6, 0, 1, 2, 3, 8]
+
+
+@pytest.mark.parametrize("size", [8, 32, 64])
+def test_repeated_tokens_that_forget_nothing_are_solved_as_exactly_as_by_substitution(size):
+    """All keys alike, beta near 1: the powers of such a system grow most."""
+    below = torch.full((3, size, size), 0.97).tril(-1) * torch.tensor([1.0, 0.5, -1.0]).view(3, 1, 1)
+    right = torch.randn(3, size, 5)
+    exact = torch.linalg.solve_triangular(below.double(), right.double(), upper=False, unitriangular=True)
+    usual = torch.linalg.solve_triangular(below, right, upper=False, unitriangular=True)
+    error = (_solved(below, right) - exact).abs().amax((1, 2))
+    assert (error <= 8 * (usual - exact).abs().amax((1, 2)) + 1e-6).all()
