@@ -17,6 +17,8 @@ from typing import Any
 CLONE = Path(__file__).parent.parent
 Row = dict[str, Any]
 START_S = 600.0
+STOP_S = 10.0
+"""Seconds that a server gets to end by itself: what was measured is not written before it has."""
 COLLECT_S = 120.0
 """Seconds for clients to get what is out and to write it down."""
 FEWEST, STEP = 4.0, 4.0
@@ -105,7 +107,7 @@ class Server:
         """End it."""
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(30)
+            self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
 
