@@ -19,7 +19,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-extensions", "--disable-sync",
     "--hide-scrollbars", "--font-render-hinting=none", "--remote-debugging-pipe",
 )  # fmt: skip
-LONGEST_S = 30.0
+LONGEST_S = 60.0
 
 
 class Browser:
@@ -67,7 +67,7 @@ class Browser:
         os.close(self._out)
         os.close(self._in)
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(60)
 
 
 class Tab:

@@ -69,7 +69,8 @@ def served(server):
 
 
 def write(server, path, **kwargs):
-    return httpx.post(f"{server.admin}/admin/v1/{path}", headers={"authorization": f"Bearer {toy.WRITE}"}, **kwargs)
+    headers = {"authorization": f"Bearer {toy.WRITE}"}
+    return httpx.post(f"{server.admin}/admin/v1/{path}", headers=headers, timeout=60, **kwargs)
 
 
 def test_without_a_token_the_page_holds_nothing_and_says_so(tab, tmp_path):
@@ -170,8 +171,8 @@ def test_a_person_rolls_back_and_promotes(tab, tmp_path):
         assert served(server) == "v1"
         tab.sees("rollback", "#cutovers")
         tab.picture(PICTURES / "rolled-back.png")
-        lines = [line for line in server.lines if line.get("event") == "decision"]
-        assert [line["cause"] for line in lines] == ["promote", "rollback"]
+        server.until(lambda: len(server.said("decision")) == 2, "both said")
+        assert [line["cause"] for line in server.said("decision")] == ["promote", "rollback"]
 
 
 def test_a_read_token_looks_and_no_more(tab, tmp_path):
@@ -217,6 +218,7 @@ def test_a_loopback_server_without_tokens_asks_for_none(tab, tmp_path):
         assert tab.run("document.getElementById('locked').hidden")
         # what a page of another origin can send does nothing
         headers = {"origin": "http://evil.example", "sec-fetch-site": "cross-site"}
-        assert httpx.post(f"{server.admin}/admin/v1/drain", headers=headers).status_code == 403
-        assert httpx.get(f"{server.admin}/admin/v1/status", headers={"host": "evil.example"}).status_code == 403
+        assert httpx.post(f"{server.admin}/admin/v1/drain", headers=headers, timeout=60).status_code == 403
+        url = f"{server.admin}/admin/v1/status"
+        assert httpx.get(url, headers={"host": "evil.example"}, timeout=60).status_code == 403
         assert served(server) == "v1"

@@ -94,14 +94,15 @@ def test_the_image_s_commands_serve_the_demo_and_end(place):
         server = subprocess.Popen(entry, stdout=log, stderr=log, cwd="/", env=bin_only, **other)
     try:
         base = f"http://127.0.0.1:{public}"
-        wait(server, lambda: httpx.get(f"{base}/readyz").status_code == 200, place / "log")
+        wait(server, lambda: httpx.get(f"{base}/readyz", timeout=60).status_code == 200, place / "log")
         assert subprocess.run(health, env=bin_only, check=False).returncode == 0
         body = {"context": {"history": ["296", "318", "593"]}, "k": 5}
         answer = httpx.post(f"{base}/v1/recommend", json=body, timeout=60).json()
         assert len(answer["items"]) == 5, answer
-        console = httpx.get(f"http://127.0.0.1:{admin}/console/")
+        console = httpx.get(f"http://127.0.0.1:{admin}/console/", timeout=60)
         assert (console.status_code, "Widebeam" in console.text) == (200, True)
-        status = httpx.get(f"http://127.0.0.1:{admin}/admin/v1/status", headers={"authorization": "Bearer r-token"})
+        url = f"http://127.0.0.1:{admin}/admin/v1/status"
+        status = httpx.get(url, headers={"authorization": "Bearer r-token"}, timeout=60)
         assert status.json()["ready"]
         assert everything(root) == before
         assert list((state / "contracts").glob("*.json"))  # made by this start, read by the next

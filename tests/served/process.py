@@ -15,9 +15,14 @@ from pathlib import Path
 
 import httpx
 
+from tests import said
+
+PATIENCE_S = 60.0
+"""What ends a test that has failed: a machine may be slow."""
+
 
 class Server:
-    """A running server: `client` asks it, `lines` is its log so far (parsed)."""
+    """A running server: `client` asks it, `lines` is its log so far (parsed), which lags behind what it answers."""
 
     def __init__(self, process: subprocess.Popen, root: Path) -> None:
         self.process, self.root = process, root
@@ -25,11 +30,15 @@ class Server:
         self.listening = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert self.listening.wait(60), f"no listener: {self.lines}"
+        said.listen(f"server on {root.name}", self._text, lambda: process.poll() is None)
+        assert self.listening.wait(2 * PATIENCE_S), f"no listener: {self.lines}"
         where = next((line for line in self.lines if line.get("event") == "listening"), None)
         assert where is not None, f"no listener: {self.lines}"
         self.public, self.admin = where["public"], where["admin"]
-        self.client = httpx.Client(base_url=self.public, timeout=30)
+        self.client = httpx.Client(base_url=self.public, timeout=PATIENCE_S)
+
+    def _text(self) -> str:
+        return "\n".join(map(json.dumps, list(self.lines)))
 
     def _read(self) -> None:
         for raw in self.process.stdout:
@@ -42,7 +51,7 @@ class Server:
                 self.listening.set()
         self.listening.set()
 
-    def until(self, true, what: str, timeout: float = 60) -> None:
+    def until(self, true, what: str, timeout: float = PATIENCE_S) -> None:
         """Poll until `true()`; fail with the log after `timeout`."""
         deadline = time.monotonic() + timeout
         while not true():
@@ -64,7 +73,12 @@ class Server:
         return [(item["id"], item["score"]) for item in answer.json()["items"]]
 
     def status(self) -> dict:
-        return httpx.get(f"{self.admin}/admin/v1/status").json()
+        return httpx.get(f"{self.admin}/admin/v1/status", timeout=PATIENCE_S).json()
+
+    def said(self, event: str) -> list[dict]:
+        """The lines of an event, once there is one."""
+        self.until(lambda: any(line.get("event") == event for line in list(self.lines)), f"{event} said")
+        return [line for line in list(self.lines) if line.get("event") == event]
 
     def metric(self, name: str) -> float:
         for line in self.client.get("/metrics").text.splitlines():
@@ -72,9 +86,15 @@ class Server:
                 return float(line.split()[-1])
         return 0.0
 
-    def stop(self, signum: int = signal.SIGTERM, timeout: float = 30) -> int:
+    def stop(self, signum: int = signal.SIGTERM, timeout: float = PATIENCE_S) -> int:
         self.process.send_signal(signum)
-        return self.process.wait(timeout)
+        code = self.process.wait(timeout)
+        self.ended()
+        return code
+
+    def ended(self) -> None:
+        """The whole log is there. Whoever still holds the pipe, as a child of the server may, does not hold a test."""
+        self._reader.join(PATIENCE_S)
 
 
 @contextmanager
@@ -87,6 +107,7 @@ def serving(root: Path, *flags: str, group: bool = False) -> Iterator[Server]:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, process_group=group_of
     ) as process:
+        server = None
         try:
             server = Server(process, root)
             yield server
@@ -94,4 +115,6 @@ def serving(root: Path, *flags: str, group: bool = False) -> Iterator[Server]:
         finally:
             if process.poll() is None:
                 process.terminate()
-                process.wait(60)
+                process.wait(2 * PATIENCE_S)
+            if server is not None:
+                server.ended()  # nobody reads a pipe that is closed

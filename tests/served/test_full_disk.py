@@ -46,14 +46,15 @@ def test_a_server_on_a_full_disk_serves_says_what_it_cannot_write_and_recovers(t
             try:
                 _full_and_empty(root, log, disk)
                 process.terminate()
-                assert process.wait(30) == 0
+                assert process.wait(60) == 0
             finally:
                 process.kill()
 
 
 def _full_and_empty(root, log, disk):
     where = until(lambda: [line for line in lines(log) if line["event"] == "listening"], "listening")[0]
-    with httpx.Client(base_url=where["public"]) as public, httpx.Client(base_url=where["admin"]) as admin:
+    public, admin = (httpx.Client(base_url=where[port], timeout=60) for port in ("public", "admin"))
+    with public, admin:
 
         def status():
             return admin.get("/admin/v1/status").json()

@@ -25,7 +25,7 @@ def checks(reader: Reader) -> dict[str, list]:
 
     def live(name="slim", state="live"):
         def look():
-            document = httpx.get(f"{reader.server.admin}/admin/v1/policies").json()
+            document = httpx.get(f"{reader.server.admin}/admin/v1/policies", timeout=60).json()
             return document["policies"].get(name, {}).get("state") == state
 
         return look

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from app.cli.main import app
 from tests import support
-from tests.served.process import serving
+from tests.served.process import PATIENCE_S, serving
 
 SIZES = (4, 5, 6)
 STEPS = "steps:\n  all:\n    rank: score - 0.2 * sibling\n"
@@ -67,16 +68,21 @@ def test_an_answer_says_its_level_and_is_that_of_the_levels_widths(server):
     assert len(plain(answer)) == 20
 
 
-def test_many_at_once_make_it_busy_and_calm_makes_it_quiet_again(server):
-    number = count()
+def many_at_once(server, name):
+    """Answers of clients that ask together until one of them is told that the server is busy."""
+    number, answers, end = count(), [], time.monotonic() + PATIENCE_S
 
     def ask(_):
-        return server.ask("i1", "i2", k=30, request_id=f"many-{next(number)}").json()
+        return server.ask("i1", "i2", k=30, request_id=f"{name}-{next(number)}").json()
 
-    answers = []
     with ThreadPoolExecutor(12) as pool:
-        while not any(answer["load"] == "busy" for answer in answers) and len(answers) < 2000:
+        while not any(answer["load"] == "busy" for answer in answers) and time.monotonic() < end:
             answers += pool.map(ask, range(36))
+    return answers
+
+
+def test_many_at_once_make_it_busy_and_calm_makes_it_quiet_again(server):
+    answers = many_at_once(server, "many")
     by_level = {level: [plain(one) for one in answers if one["load"] == level] for level in ("quiet", "normal", "busy")}
     assert by_level["busy"], {level: len(found) for level, found in by_level.items()}
     for level, found in by_level.items():
@@ -106,23 +112,22 @@ def test_recorded_requests_are_asked_again_at_their_level_with_their_fields(serv
         "again-fields": {"policy": "fields", "user": {"skip": 7}},
         "again-tv": {"policy": "fields", "ctx": {"device": "tv"}},
     }
+    busy = next(one["request_id"] for one in many_at_once(server, "again-busy") if one["load"] == "busy")
     server.until(lambda: server.status()["load"]["level"] == "quiet", "quiet")
     for name, fields in asked.items():
         assert server.ask("i3", k=30, request_id=name, **fields).status_code == 200
 
     def records():
-        lines = [
-            line for file in (root / "state" / "requests").glob("*.jsonl") for line in file.read_text().splitlines()
-        ]
+        texts = [file.read_text() for file in (root / "state" / "requests").glob("*.jsonl")]
+        lines = [line for text in texts for line in text[: text.rfind("\n") + 1].splitlines()]  # whole ones
         return {one["request_id"]: one for one in map(json.loads, lines)}
 
-    server.until(lambda: asked.keys() <= records().keys(), "recorded")
+    server.until(lambda: {*asked, busy} <= records().keys(), "recorded")
     written = records()
     assert written["again-quiet"]["load"] == "quiet"
     assert all(written[name]["load"] for name in asked)  # of policies without levels, too
     log = root / "some.jsonl"
-    busy = next(one for one in written.values() if one["load"] == "busy")
-    log.write_text("".join(json.dumps(one) + "\n" for one in (*(written[name] for name in asked), busy)))
+    log.write_text("".join(json.dumps(written[name]) + "\n" for name in (*asked, busy)))
     found = CliRunner().invoke(
         app, ["policy", "replay", str(log), "--a", "base", "--b", "fields", "--root", str(root), "--json"]
     )
