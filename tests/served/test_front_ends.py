@@ -17,11 +17,10 @@ import httpx
 import pytest
 
 from tests import support
-from tests.api.support import until
 from tests.live_support import live_server
 from tests.runtime.test_cutover import Load, Truth, edit, weights, world
 from tests.runtime.test_cutover import serving as active
-from tests.served.process import serving
+from tests.served.process import PATIENCE_S, serving
 
 
 def with_front_ends(root: Path, number: int) -> Path:
@@ -53,7 +52,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def ended(pids: Iterable[int], seconds: float = 20.0) -> bool:
+def ended(pids: Iterable[int], seconds: float = PATIENCE_S) -> bool:
     """Whether processes end: their files are closed a moment before they are gone."""
     end = time.monotonic() + seconds
     while any(map(alive, pids)) and time.monotonic() < end:
@@ -78,7 +77,7 @@ class Asking:
 
     def run(self, n: int) -> None:
         body = {"context": {"history": [f"i{n}", f"i{n + 7}"]}, "k": 20}
-        with httpx.Client(base_url=self.server.public, timeout=30) as http:
+        with httpx.Client(base_url=self.server.public, timeout=PATIENCE_S) as http:
             while self.going:
                 try:
                     answer = http.post("/v1/recommend", json=body)
@@ -123,7 +122,7 @@ def test_front_ends_that_are_killed_under_load_cost_only_their_own_connections(r
         load.end()
         assert load.wrong == []
         assert load.cut <= deaths * 4
-        assert server.status()["queue"]["in_flight"] == 0
+        server.until(lambda: server.status()["queue"]["in_flight"] == 0, "idle")
         server.until(lambda: _files(server) <= files, "no descriptor left")
         assert rss(server.process.pid) < before + 64 * 2**20
         last = up(server)
@@ -143,7 +142,7 @@ def test_when_the_engines_process_is_killed_front_ends_end_and_the_port_is_free(
         host, port = urlsplit(server.public).hostname, urlsplit(server.public).port
         with socket.create_connection((host, port)):  # who is connected does not keep a front end alive
             server.process.kill()
-            server.process.wait(30)
+            server.process.wait(PATIENCE_S)
             server._reader.join(60)  # nobody holds its log open any more
             assert not server._reader.is_alive()
         assert ended(children.values())
@@ -172,7 +171,7 @@ def test_a_signal_to_the_whole_group_ends_the_server_in_order(root, number):
 def test_one_log_and_one_scrape_tell_of_every_front_end(root):
     with serving(root) as server:
         server.ready()
-        connections = [httpx.Client(base_url=server.public) for _ in range(8)]
+        connections = [httpx.Client(base_url=server.public, timeout=PATIENCE_S) for _ in range(8)]
         for n, http in enumerate(connections):
             body = {"context": {"history": ["i1"]}, "k": 1, "request_id": f"r{n}"}
             assert http.post("/v1/recommend", json=body).status_code == 200
@@ -196,6 +195,7 @@ async def test_cutovers_and_edits_through_two_front_ends_fail_no_request_and_mix
     root = with_front_ends(world(tmp_path), 2)
     async with live_server(root) as server:
         load = Load(server, Truth(root))
+        await load.begun()
         weights(root, "v2", 1)
         await server.settles(active("v2", "v1"))
         before = (await server.status())["active"]["snapshot"]
@@ -204,7 +204,7 @@ async def test_cutovers_and_edits_through_two_front_ends_fail_no_request_and_mix
         weights(root, "v3", 2)
         await server.settles(active("v3", "v1"))
         assert (await server.recommend("a1", policy="third"))["versions"]["weights"] == "v3"
-        await until(lambda: load.seen[-1] == ("v3", "v1"))
+        await load.sees(lambda: load.seen[-1] == ("v3", "v1"))
         seen = await load.end()
         assert before
         assert set(seen) <= {("v1", "v1"), ("v2", "v1"), ("v3", "v1")}
