@@ -22,7 +22,7 @@ from bench._cutover_processes import Trouble, answers_a_second, saturation
 from bench._cutover_report import QUANTILES, Ordered, quantile, ratios, write_report
 from bench._cutover_root import KEPT, TOY, bodies, clean, drop_old, make_root, publish
 from bench._cutover_samples import AFTER_S, Samples
-from bench.cutover import Updates
+from bench.cutover import Updates, _complete
 
 
 def client(rows):
@@ -195,6 +195,26 @@ def test_what_goes_wrong_ends_the_updates_and_not_the_part(tmp_path):
     assert len(made) == 2
     assert trouble == ["update 3 (both): refused"]
     assert Updates(FakeServer(clean_root), tmp_path, gap=0.0).publish(["both"], until=0.0) == ([], [])
+
+
+def test_what_the_log_says_of_an_update_is_kept_with_it():
+    lines = [
+        (10.2, {"event": "artifact", "kind": "weights", "version": "v2-b", "state": "discovered"}),
+        (10.3, {"event": "artifact", "kind": "vocab", "version": "v1", "state": "ready"}),
+        (10.9, {"event": "artifact", "kind": "policy", "version": "v2-b", "state": "live"}),
+        (11.0, {"event": "artifact", "kind": "weights", "version": "v2-b", "state": "active"}),
+        (11.5, {"event": "artifact", "kind": "weights", "version": "v1", "state": "retired"}),
+        (11.0, {"event": "cutover", "weights": "v2-b", "vocab": "v1", "hold_ms": 3.0}),
+        (12.0, {"event": "cutover", "weights": "v3-c", "vocab": "v1", "hold_ms": 9.0}),
+        (14.0, {"event": "artifact", "kind": "weights", "version": "v2-b", "state": "retired"}),
+    ]
+    server = SimpleNamespace(of=lambda event: [one for one in lines if one[1]["event"] == event])
+    one = {"kind": "weights", "weights": "v2-b", "vocab": "v1", "published": 10.0, "active": 11.0}
+    two = {"kind": "weights", "weights": "v3-c", "vocab": "v1", "published": 13.0, "active": 13.5}
+    _complete(server, [one, two])
+    assert (one["hold_ms"], one["prepare_ms"], one["gone"]) == (3.0, None, 11.5)
+    assert one["states"] == [(0.2, "weights", "discovered"), (0.3, "vocab", "ready"), (1.0, "weights", "active")]
+    assert (two["hold_ms"], two["gone"], two["states"]) == (9.0, 14.0, [])
 
 
 def test_saturation_is_found_in_few_short_rates(monkeypatch, tmp_path):
