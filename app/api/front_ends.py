@@ -108,7 +108,9 @@ class FrontEnds:
         made = partial(Port, self._front, self._metrics, self._log, self._fetch, hello)
         _, port = await asyncio.get_running_loop().create_unix_connection(made, sock=ours)
         self._ports[number] = port
-        if self._ending.is_set():  # meanwhile
+        if self._readiness.leaving and not hello.leaving:  # meanwhile
+            port.send(Leaving())
+        if self._ending.is_set():
             port.send(End(0.0))
         try:
             await asyncio.wait((port.accepting, port.gone), return_when=asyncio.FIRST_COMPLETED)
