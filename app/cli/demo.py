@@ -23,7 +23,8 @@ from app.vocab.items import Texts
 
 SHOWN = 10
 WATCHED = 6
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
+"""A slow machine, or one that exports a contract first, is given time: whoever waits sees that it starts."""
 
 
 class User(msgspec.Struct, frozen=True):
@@ -114,7 +115,7 @@ def _listening(process: subprocess.Popen[bytes]) -> Running:
 def _until_ready(server: Running) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
-        ready = httpx.get(f"{server.public}/readyz").json()
+        ready = httpx.get(f"{server.public}/readyz", timeout=60).json()
         if ready["ready"]:
             return
         starting = any(reason.startswith("starting") for reason in ready["reasons"])

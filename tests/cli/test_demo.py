@@ -7,13 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
+pytestmark = pytest.mark.timeout(700)  # seconds on an idle machine
 
 
 def test_the_demo_recommends_for_three_users_and_stops():
     command = [sys.executable, "-m", "app", "demo", "--root", str(ROOT)]
     env = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=230, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=650, env=env, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("versions: snapshot") == 3
     assert done.stdout.count("│ 10 │") == 3
@@ -24,6 +27,6 @@ def test_a_root_without_weights_is_an_error_with_its_reason(tmp_path):
     (tmp_path / "deployment.toml").write_text('family = "onerec"\n[sid]\nsizes = [4, 4]\n')
     command = [sys.executable, "-m", "app", "demo", "--root", str(tmp_path)]
     command += ["--users", str(ROOT / "examples" / "movielens" / "users.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=650, check=False)
     assert done.returncode == 1
     assert "no_weights" in done.stderr

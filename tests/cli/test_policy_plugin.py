@@ -44,7 +44,7 @@ def test_the_example_is_installed_tested_explained_and_served_as_its_page_says(t
     place = tmp_path / "installed"
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     pip = [sys.executable, "-m", "pip", "install", "-q", *offline, "--target", str(place), str(package)]
-    done = subprocess.run(pip, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=350, check=False)
     assert done.returncode == 0, done.stderr
     monkeypatch.setenv("PYTHONPATH", f"{place}:{ROOT}")
 
@@ -53,7 +53,7 @@ def test_the_example_is_installed_tested_explained_and_served_as_its_page_says(t
     asked = [one.removeprefix("widebeam ").split() for one in commands[2:] if one.startswith("widebeam ")]
     asked += [["policy", "schema"]]
     run = [sys.executable, "-c", RUN, str(root), str(package / "tests"), json.dumps(asked)]
-    done = subprocess.run(run, cwd=root, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(run, cwd=root, capture_output=True, text=True, timeout=350, check=False)
     assert done.returncode == 0, done.stderr
     passed, [help_, check, explain, schema] = json.loads(done.stdout.splitlines()[-1])
     assert passed == 0, done.stdout
