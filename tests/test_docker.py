@@ -38,7 +38,7 @@ def of(stage: list[tuple[str, str]], word: str) -> list[str]:
 
 def tracked() -> list[str]:
     """The files of the tree as they are now."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    command = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"]
     found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     return [one for one in found if (ROOT / one).is_file()]
 
