@@ -51,6 +51,18 @@ def renamed_over(file):
     publish(root, kind, version, 99)
 
 
+def pointed_elsewhere(file):
+    """The folder of its kind is a link to another one now, in which the same version is another one."""
+    root, kind, version = file.parents[2], file.parents[1].name, file.parent.name
+    other = root.parent / "other"
+    shutil.copytree(root / kind, other / kind)
+    shutil.rmtree(other / kind / version)
+    publish(other, kind, version, 98)
+    (root / ".link").symlink_to(other / kind)
+    (root / kind).rename(root.parent / "before")
+    (root / ".link").rename(root / kind)
+
+
 def publish(root, kind, version, number):
     if kind == "weights":
         weights(root, version, number)
@@ -58,7 +70,7 @@ def publish(root, kind, version, number):
         support.write_vocab(root, SIZES, items(f"n{number}-"), version)
 
 
-CHANGES = (overwritten, truncated, emptied, replaced, removed, renamed_over)
+CHANGES = (overwritten, truncated, emptied, replaced, removed, renamed_over, pointed_elsewhere)
 LARGE = {"weights": "model.safetensors", "vocab": "items.safetensors"}
 
 
@@ -93,7 +105,7 @@ async def test_a_version_that_changes_while_it_is_read_never_serves_as_what_it_w
                 publish(root, kind, version, number)
                 shutil.copytree(root / kind / version, aside)
                 await server.settles(lambda _, i=interrupted: i.done.is_set())
-            if change is not renamed_over:  # that is a version like any other, under its own manifest
+            if change not in {renamed_over, pointed_elsewhere}:  # versions like any other, under their own manifests
                 status = await server.settles(
                     lambda status, v=version, c=change: c is removed or state_of(status, kind, v)["state"] == "rejected"
                 )

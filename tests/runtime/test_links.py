@@ -30,6 +30,7 @@ from app.runtime.takedowns import NOTHING, Takedowns, keep, kept
 from tests import support
 from tests.api.support import get, until
 from tests.live_support import live_server
+from tests.runtime.test_cutover import SIZES, Load, Truth, items, serving, weights, world
 
 LEADS_OUT = "is a link that leads out of its folder, which is never followed"
 
@@ -235,3 +236,43 @@ async def test_an_overlay_that_leads_out_is_refused_for_the_same_reason_live_and
         await until(lambda: server.events("not_ready"))
         ready = (await get(server.public, "/readyz")).json()
         assert ready["reasons"] == [f"path_escape: deployment.toml: {LEADS_OUT}"]
+
+
+def release(disk, number):
+    """Everything that there is of weights and vocabs, and one more of each, in folders of their own."""
+    place, before = disk / f"r{number}", disk / f"r{number - 1}"
+    shutil.copytree(before, place)
+    weights(place, f"v{number}", number)
+    support.write_vocab(place, SIZES, items(f"n{number}-"), f"v{number}")
+    return place
+
+
+def point(link, to):
+    """At once, as whoever does it well."""
+    beside = link.with_name(".link")
+    beside.symlink_to(to)
+    beside.replace(link)
+
+
+@pytest.mark.parametrize("how", ["another disk", "ConfigMap"])
+async def test_folders_that_are_links_are_pointed_elsewhere_under_load(tmp_path, how):
+    root = world(tmp_path)
+    disk = tmp_path / "disk" if how == "another disk" else root / "..releases"
+    for kind in ("weights", "vocab"):
+        (disk / "r1").mkdir(parents=True, exist_ok=True)
+        (root / kind).rename(disk / "r1" / kind)
+        (root / kind).symlink_to(disk / "r1" / kind if how == "another disk" else f"..data/{kind}")
+    (root / "..data").symlink_to(disk / "r1")
+    async with live_server(root) as server:
+        load = Load(server, Truth(root), clients=2)
+        for number in range(2, 6):
+            place = release(disk, number)
+            point(root / "..data", place)
+            if how == "another disk":
+                for kind in ("weights", "vocab"):
+                    point(root / kind, place / kind)
+            await server.settles(serving(f"v{number}", f"v{number}"))
+        await load.end()
+        status = await server.status()
+        assert status["counters"]["failed"] == status["counters"]["refused"] == 0
+        assert serving("v5", "v5")(status)
