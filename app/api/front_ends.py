@@ -125,6 +125,7 @@ class FrontEnds:
             process.kill()  # without its socket it ends of itself, but for one that is stopped
             status = await asyncio.to_thread(process.wait)
         if not self._ending.is_set():
+            self._metrics.front_ends_lost_total.inc()
             self._log.warning("front_end_gone", front_end=number, pid=process.pid, status=status, cancelled=cancelled)
 
     async def _begin(self) -> tuple[subprocess.Popen[bytes], socket.socket]:

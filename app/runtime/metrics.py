@@ -70,6 +70,10 @@ class Metrics:
         self.event_loop_lag_seconds = Histogram(
             "widebeam_event_loop_lag_seconds", "How late the event loop wakes up", buckets=LAG, registry=registry
         )
+        self.front_ends_lost_total = Counter(
+            "widebeam_front_ends_lost_total", "Front ends that ended by themselves, and were started again",
+            registry=registry,
+        )  # fmt: skip
 
     def _steps(self) -> None:
         registry = self.registry

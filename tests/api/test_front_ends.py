@@ -208,6 +208,7 @@ async def test_a_front_end_that_is_killed_takes_only_its_own_requests_and_is_sta
             assert {end for end in ends if end is not None} <= {200}
         await until(lambda: len(pids(server)) == 2)
         assert pids(server)[1] == before[1]
+        assert b"widebeam_front_ends_lost_total 1.0" in (await get(server.addresses.public, "/metrics")).body
         assert not alive(before[0])
         assert [(await ask(server.addresses.public, GOLDEN)).status for _ in range(20)] == [200] * 20
 
