@@ -23,7 +23,7 @@ from app.engine.families.qwen_config import QwenConfig, block_parts, read_config
 from app.engine.families.token_model import TokenModel
 from app.engine.moe import Mixture, Routing
 from app.engine.tokens import Ids, sid_tokens
-from app.ops.attention import causal_attention, context_attention, extend_attention
+from app.ops.attention import beam_attention, causal_attention, context_attention
 
 
 class Block(nn.Module):
@@ -148,12 +148,9 @@ class Qwen(TokenModel):
             q, k, v = self._qkv(block, x, angles)
             keys, values = arena[f"prompt_k.{i}"][:count], arena[f"prompt_v.{i}"][:count]
             slots_k, slots_v = arena[f"k.{i}"], arena[f"v.{i}"]
-            shared = context_attention(
-                q, keys, values, length, rows.row_start, widest=self.limits.widest, scale=self.scale
-            )
-            attended = extend_attention(
-                shared, q, k, v, slots_k, slots_v,
-                ancestry=rows.ancestry, scale=self.scale, first=1, compact=rows.compact,
+            attended = beam_attention(
+                q, k, v, (keys, values), length, rows.row_start, slots_k, slots_v, ancestry=rows.ancestry,
+                widest=self.limits.widest, scale=self.scale, first=1, compact=rows.compact,
             )  # fmt: skip
             if t < self.steps:
                 layers.keep(slots_k[t - 1], k)

@@ -1,6 +1,7 @@
 """Attention over a shared context and over short SID prefixes."""
 
 from app.ops.attention.operators import (
+    beam_attention,
     causal_attention,
     context_attention,
     extend_attention,
@@ -10,6 +11,7 @@ from app.ops.attention.operators import (
 from app.ops.attention.reference import merge
 
 __all__ = [
+    "beam_attention",
     "causal_attention",
     "context_attention",
     "extend_attention",

@@ -8,13 +8,18 @@ Nothing waits on the host.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from app.ops import cuda
 from app.ops.attention import context as fused
 from app.ops.attention import launch, reference
-from app.ops.library import register
+from app.ops.library import eager, register
+
+ALONE = 1 << 17
+"""Most scores of a request alone that are one matrix: 512 KiB in float32. Beyond it blocks of them are quicker."""
 
 
 def prefix_attention(
@@ -33,7 +38,7 @@ def prefix_attention(
     """The output of `reference.prefix_attention`. Without ancestors and with a key per query head it is v itself."""
     if ancestry.shape[1] == first and q.shape[1] == v.shape[1]:
         return v
-    out: Tensor = torch.ops.widebeam.prefix_attention(q, k, v, k_slots, v_slots, ancestry, scale, first, bias, compact)
+    out: Tensor = _PREFIX_CALL(q, k, v, k_slots, v_slots, ancestry, scale, first, bias, compact)
     return out
 
 
@@ -51,9 +56,7 @@ def prefix_attention_with_lse(
     compact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`reference.prefix_attention`: out [N, H, D] and lse [N, H] float32 (stored head by head), for `merge`."""
-    out: tuple[Tensor, Tensor] = torch.ops.widebeam.prefix_attention_with_lse(
-        q, k, v, k_slots, v_slots, ancestry, scale, first, bias, compact
-    )
+    out: tuple[Tensor, Tensor] = _PREFIX_LSE_CALL(q, k, v, k_slots, v_slots, ancestry, scale, first, bias, compact)
     return out
 
 
@@ -71,9 +74,7 @@ def extend_attention(
     compact: bool = False,
 ) -> Tensor:
     """`reference.extend_attention`: a row's prefix and what `context_attention` gave, in one softmax."""
-    out: Tensor = torch.ops.widebeam.extend_attention(
-        *shared, q, k, v, k_slots, v_slots, ancestry, scale, first, compact
-    )
+    out: Tensor = _EXTEND_CALL(*shared, q, k, v, k_slots, v_slots, ancestry, scale, first, compact)
     return out
 
 
@@ -92,8 +93,52 @@ def context_attention(
 
     widest  rows that no request exceeds, known on the host (the contract's width of the step); it sizes the launch
     """
-    out: tuple[Tensor, Tensor] = torch.ops.widebeam.context_attention(q, k, v, length, row_start, widest, scale, bias)
+    out: tuple[Tensor, Tensor] = _CONTEXT_CALL(q, k, v, length, row_start, widest, scale, bias)
     return out
+
+
+def beam_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: tuple[Tensor, Tensor],
+    length: Tensor,
+    row_start: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    *,
+    ancestry: Tensor,
+    widest: int,
+    scale: float,
+    first: int = 0,
+    compact: bool = False,
+) -> Tensor:
+    """`extend_attention` of `context_attention`: every row over the context of its request and its own prefix.
+
+    context  keys and values [R, positions, Hkv, D]; the rest as there
+    A small batch of one request is one softmax on a CPU (`reference.alone_attention`).
+    """
+    if eager(q) and q.dtype == torch.float32 and v.shape[2] == q.shape[2] and row_start.shape[0] == 2:
+        (_, rows), keys = row_start.tolist(), int(length[0])
+        if rows == q.shape[0] <= widest and 0 < keys <= context[0].shape[1] and rows * q.shape[1] * keys <= ALONE:
+            context_k, context_v = (one[0, :keys] for one in context)
+            return reference.alone_attention(
+                q,
+                k,
+                v,
+                context_k,
+                context_v,
+                k_slots,
+                v_slots,
+                ancestry=ancestry,
+                scale=scale,
+                first=first,
+                compact=compact,
+            )
+    shared = context_attention(q, *context, length, row_start, widest=widest, scale=scale)
+    return extend_attention(
+        shared, q, k, v, k_slots, v_slots, ancestry=ancestry, scale=scale, first=first, compact=compact
+    )
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, *, longest: int, scale: float) -> Tensor:
@@ -101,7 +146,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, *, longest:
 
     longest  positions that no sequence exceeds, known on the host
     """
-    out: Tensor = torch.ops.widebeam.causal_attention(q, k, v, start, longest, scale)
+    out: Tensor = _CAUSAL_CALL(q, k, v, start, longest, scale)
     return out
 
 
@@ -243,7 +288,7 @@ def _ragged(
 
 
 def _check_sizes(start: Tensor, most: int, name: str) -> None:
-    found = int(start.diff().amax()) if start.shape[0] > 1 else 0
+    found = max((stop - begin for begin, stop in pairwise(start.tolist())), default=0)
     if found > most:
         raise ValueError(f"{name}: {most}, but a request has {found}")
 
@@ -274,17 +319,17 @@ def _extend_shape(shared: Tensor, _lse: Tensor, q: Tensor, *_: object) -> Tensor
 
 _PREFIX = "Tensor q, Tensor k, Tensor v, Tensor k_slots, Tensor v_slots, Tensor ancestry, float scale, int first"
 _CONTEXT = "Tensor q, Tensor k, Tensor v, Tensor length, Tensor row_start, int widest, float scale, Tensor? bias"
-register(f"prefix_attention({_PREFIX}, Tensor? bias, bool compact) -> Tensor", _prefix, _out_shape)
-register(
+_PREFIX_CALL = register(f"prefix_attention({_PREFIX}, Tensor? bias, bool compact) -> Tensor", _prefix, _out_shape)
+_PREFIX_LSE_CALL = register(
     f"prefix_attention_with_lse({_PREFIX}, Tensor? bias, bool compact) -> (Tensor, Tensor)",
     _prefix_with_lse,
     _pair_shape,
 )
-register(
+_EXTEND_CALL = register(
     f"extend_attention(Tensor shared, Tensor shared_lse, {_PREFIX}, bool compact) -> Tensor", _extend, _extend_shape
 )
-register(f"context_attention({_CONTEXT}) -> (Tensor, Tensor)", _context, _pair_shape)
-register(
+_CONTEXT_CALL = register(f"context_attention({_CONTEXT}) -> (Tensor, Tensor)", _context, _pair_shape)
+_CAUSAL_CALL = register(
     "causal_attention(Tensor q, Tensor k, Tensor v, Tensor start, int longest, float scale) -> Tensor",
     _causal,
     _out_shape,

@@ -154,6 +154,43 @@ def extend_attention(
     return out.addcmul_(context.to(out.dtype), share[:, :, -1:]).to(q.dtype)
 
 
+def alone_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    *,
+    ancestry: Tensor,
+    scale: float,
+    first: int = 0,
+    compact: bool = False,
+) -> Tensor:
+    """`extend_attention(context_attention(...), ...)` of one request, in one softmax over one matrix of scores.
+
+    context_k, context_v  [S, Hkv, D], S >= 1: the request's context; the rest as in `prefix_attention`
+    Returns out [N, H, D] of q's dtype, which is that of everything.
+    """
+    (n, h, d), (size, hkv, _) = q.shape, context_k.shape
+    _check_heads(h, hkv)
+    keys, values = _own(k, v, k_slots, v_slots, ancestry, first, compact)
+    queries = (q * scale).view(n, hkv, h // hkv, d)
+    scores = q.new_empty(hkv, n * (h // hkv), size + len(keys))
+    by_head = queries.transpose(0, 1).reshape(hkv, -1, d)
+    torch.bmm(by_head, context_k.permute(1, 2, 0), out=scores[:, :, :size])
+    own = scores.view(hkv, n, h // hkv, -1).transpose(0, 1)
+    for j, key in enumerate(keys):
+        torch.sum(queries * key.unsqueeze(2), 3, out=own[..., size + j])
+    share = torch.softmax(scores, 2)
+    out = torch.bmm(share[:, :, :size], context_v.transpose(0, 1)).view(hkv, n, h // hkv, d).transpose(0, 1)
+    own = share.view(hkv, n, h // hkv, -1).transpose(0, 1)
+    for j, value in enumerate(values, size):
+        out.addcmul_(own[..., j : j + 1], value.unsqueeze(2))
+    return out.reshape(n, h, d)
+
+
 def _prefix(
     q: Tensor, k: Tensor, v: Tensor, k_slots: Tensor, v_slots: Tensor, ancestry: Tensor, first: int, compact: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -161,17 +198,22 @@ def _prefix(
     n, h, d = q.shape
     hkv = k.shape[1]
     _check_heads(h, hkv)
-    steps = range(first, ancestry.shape[1])
-    if compact:
-        keys = [k_slots[j, :n] for j in steps] + [k]
-        values = [v_slots[j, :n] for j in steps] + [v]
-    else:
-        slot = ancestry.clamp(0, k_slots.shape[1] - 1) if steps else ancestry
-        keys = [k_slots[j].index_select(0, slot[:, j]) for j in steps] + [k]
-        values = [v_slots[j].index_select(0, slot[:, j]) for j in steps] + [v]
+    keys, values = _own(k, v, k_slots, v_slots, ancestry, first, compact)
     wide = torch.promote_types(q.dtype, torch.float32)
     queries = q.view(n, hkv, h // hkv, d).to(wide)
     return [(queries * key.to(wide).unsqueeze(2)).sum(-1).view(n, h) for key in keys], values
+
+
+def _own(
+    k: Tensor, v: Tensor, k_slots: Tensor, v_slots: Tensor, ancestry: Tensor, first: int, compact: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values [N, Hkv, D] of a row's own prefix, S of ancestors and its own one."""
+    n, steps = k.shape[0], range(first, ancestry.shape[1])
+    if compact:
+        return [k_slots[j, :n] for j in steps] + [k], [v_slots[j, :n] for j in steps] + [v]
+    slot = ancestry.clamp(0, k_slots.shape[1] - 1) if steps else ancestry
+    keys = [k_slots[j].index_select(0, slot[:, j]) for j in steps] + [k]
+    return keys, [v_slots[j].index_select(0, slot[:, j]) for j in steps] + [v]
 
 
 def _weighted(share: Tensor, values: list[Tensor]) -> Tensor:

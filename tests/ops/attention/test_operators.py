@@ -45,6 +45,26 @@ def test_an_operator_is_its_definition(how):
     assert torch.equal(out, reference.extend_attention(shared, *given, ancestry=tree, scale=SCALE, **how))
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "alone"), [((0, 9), 6, True), ((0, 9), 0, False), ((0, 5, 9), 6, False), ((0, 8), 6, False)]
+)
+def test_the_beams_of_one_request_take_one_matrix_of_scores_and_any_others_the_parts(rows, keys, alone, monkeypatch):
+    (q, k, v, *slots), tree = operands()
+    context_of_all = tuple(torch.randn(len(rows) - 1, 6, 2, 8) for _ in range(2))
+    length, start = torch.full((len(rows) - 1,), keys, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32)
+    shared = attention.context_attention(q, *context_of_all, length, start, widest=9, scale=SCALE)
+    parts = attention.extend_attention(shared, q, k, v, *slots, ancestry=tree, scale=SCALE)
+    how = {"ancestry": tree, "widest": 9, "scale": SCALE}
+    asked = (q, k, v, context_of_all, length, start, *slots)
+    torch.testing.assert_close(attention.beam_attention(*asked, **how), parts)
+    calls, real = [], reference.alone_attention
+    monkeypatch.setattr(reference, "alone_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
+    attention.beam_attention(*asked, **how)
+    monkeypatch.setattr(operators, "ALONE", 9 * 4 * 6 - 1)
+    assert torch.equal(attention.beam_attention(*asked, **how), parts)
+    assert calls == [1] * alone
+
+
 def test_a_row_alone_is_its_value():
     given, tree = operands(h=2, hkv=2)
     assert attention.prefix_attention(*given, ancestry=tree[:, :0], scale=SCALE) is given[2]

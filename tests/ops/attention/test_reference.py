@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.ops.attention import reference
 from app.ops.attention.reference import (
+    alone_attention,
     causal_attention,
     context_attention,
     extend_attention,
@@ -109,6 +110,17 @@ def test_the_parts_and_their_merge_equal_one_softmax(shape, heads, biased, first
         expected = softmax_attention(d["q"][n], torch.cat([part_k, own_k]), torch.cat([part_v, own_v]), both)
         torch.testing.assert_close(out[n].double(), expected[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse[n].double(), expected[1], atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.tuples(st.integers(1, 6), st.integers(1, 9)), head_counts, st.integers(0, 3), st.booleans())
+def test_a_request_alone_is_one_softmax_over_its_context_and_each_prefix(shape, heads, first, compact):
+    d = make(*([one] for one in shape), *heads, seed=first)
+    expected, _ = merge(*context_of(d), *prefix_of(d, first=first, compact=compact))
+    own = (d[name][0, : shape[1]] for name in ("context_k", "context_v"))
+    arguments = (d["q"], d["k"], d["v"], *own, d["k_slots"], d["v_slots"])
+    out = alone_attention(*arguments, ancestry=d["ancestry"], scale=SCALE, first=first, compact=compact)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)
