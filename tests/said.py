@@ -32,4 +32,11 @@ def forget() -> None:
 
 def sections() -> list[tuple[str, str]]:
     """Titles and texts for a report."""
-    return [(one.title, one.text()[-MOST:]) for one in LOGS]
+    return [(one.title, _text(one)[-MOST:]) for one in LOGS]
+
+
+def _text(log: Log) -> str:
+    try:
+        return log.text()
+    except (OSError, ValueError) as error:  # a file that is gone: the report says the rest
+        return f"cannot be read: {error}"
