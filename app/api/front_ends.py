@@ -25,10 +25,10 @@ from app.runtime.port import Port
 Start = Callable[[int, int], subprocess.Popen[bytes]]
 """Starts a front end that inherits two descriptors: of the listening socket, and of its end of the socket to here."""
 
-WAITS_S: Final = (0.0, 0.1, 0.5, 2.0, 5.0)
-"""Before a front end is started again; the last one for ever."""
+WAITS_S: Final = (0.0, 0.0, 0.1, 0.5, 2.0, 5.0)
+"""Before a front end is started again, by how often it has ended too early; the last one for ever."""
 STEADY_S: Final = 10.0
-"""A front end that lived as long is started again at once."""
+"""A front end that lives as long has not ended too early."""
 GRACE_S: Final = 2.0
 """Beyond its timeout, for a front end that is to end."""
 
@@ -97,7 +97,7 @@ class FrontEnds:
             tried.set()
             fails = 0 if time.monotonic() - began >= STEADY_S else fails + 1
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(WAITS_S[min(fails, len(WAITS_S)) - 1] if fails else 0.0):
+                async with asyncio.timeout(WAITS_S[min(fails, len(WAITS_S) - 1)]):
                     await self._ending.wait()
 
     async def _live(self, number: int, tried: asyncio.Event) -> None:

@@ -100,14 +100,18 @@ async def _until_stopped(
 ) -> None:
     """Start both; return when `stop` is set or a listener dies of itself (then raise what killed it)."""
     await admin.start()
-    await public.start()
-    tasks = [listener.task for listener in (admin, public) if listener.task is not None]
-    waiting = asyncio.create_task(stop.wait())
-    announce()
+    waiting, starting = asyncio.create_task(stop.wait()), asyncio.create_task(public.start())
     try:
+        await asyncio.wait((waiting, starting), return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():  # front ends take their time to start
+            return
+        starting.result()
+        tasks = [listener.task for listener in (admin, public) if listener.task is not None]
+        announce()
         await asyncio.wait((waiting, *tasks), return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiting.cancel()
+        starting.cancel()
     for task in tasks:
         if task.done():
             task.result()
