@@ -121,7 +121,7 @@ def shared_projection(x: Tensor, s_ctx: Tensor, row_start: Tensor) -> Tensor:
             asked = x[own].view(count, rows * parts, hk, 1, dim).permute(0, 2, 3, 1, 4)
             state = s_ctx[first : first + count].view(count, hk, group, dim, width)
             found = asked @ state  # [count, HK, G, rows * P, V]
-            out[own] = found.permute(0, 3, 1, 2, 4).reshape(count * rows, parts, hk, group, width)
+            out[own].view(count, rows * parts, hk, group, width).copy_(found.permute(0, 3, 1, 2, 4))
         first += count
     out[starts[-1] :] = 0  # pad rows
     return out
