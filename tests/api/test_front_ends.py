@@ -1,10 +1,12 @@
 """A server whose HTTP is in processes of its own: real processes, around a front door in this one."""
 
 import asyncio
+import io
 import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from contextlib import asynccontextmanager
@@ -12,13 +14,18 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from app.api.server import serve
+from app.runtime.logs import make_log
+from app.runtime.metrics import Metrics
 from tests.api.support import (
     GOLDEN,
     HELD_S,
     PATIENCE_S,
+    FakeFront,
     Reply,
     ask,
     connect,
+    deployment,
     get,
     held_delay,
     message,
@@ -229,6 +236,47 @@ async def test_a_front_end_that_is_stopped_delays_nobody_else_and_is_ended_with_
             assert (await ask(server.addresses.public, GOLDEN)).status == 200
     assert not any(map(alive, first.values()))
     assert not events(server, "front_end_gone")
+
+
+async def test_a_server_ends_although_its_front_ends_never_start():
+    processes, stop, log = [], asyncio.Event(), io.BytesIO()
+
+    def start(listener: int, engine: int) -> subprocess.Popen:
+        code = "import time; time.sleep(600)"
+        processes.append(subprocess.Popen([sys.executable, "-c", code], pass_fds=(listener, engine)))
+        return processes[-1]
+
+    settings = deployment(front_ends=2, drain_timeout_s=0.1)
+    server = asyncio.create_task(serve(FakeFront(), settings, Metrics(), make_log(log), start=start, stop=stop))
+    await until(lambda: len(processes) == 2)
+    stop.set()
+    async with asyncio.timeout(30):
+        await server
+    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
+    assert b"listening" not in log.getvalue()
+
+
+async def test_a_front_end_that_fails_at_once_is_tried_again_less_and_less_often():
+    began, stop, log = [], asyncio.Event(), io.BytesIO()
+
+    def start(listener: int, engine: int) -> subprocess.Popen:
+        began.append(time.monotonic())
+        if len(began) == 1:
+            raise OSError("no more processes")
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"], pass_fds=(listener, engine))
+
+    settings = deployment(front_ends=1)
+    server = asyncio.create_task(serve(FakeFront(), settings, Metrics(), make_log(log), start=start, stop=stop))
+    await until(lambda: len(began) == 4, 60)
+    stop.set()
+    async with asyncio.timeout(30):
+        await server
+    lines = [json.loads(line) for line in log.getvalue().splitlines()]
+    events = [line["event"] for line in lines]
+    assert [one for one in events if one.startswith("front_end")][:3] == ["front_end_failed", *["front_end_gone"] * 2]
+    assert lines[events.index("front_end_gone")]["status"] in {7, -signal.SIGKILL}  # it may be ending when it is ended
+    assert began[3] - began[2] >= 0.5
+    assert "listening" in events  # the socket is there: whoever connects waits
 
 
 async def test_while_leaving_what_runs_is_answered_and_connections_end(monkeypatch):
