@@ -11,6 +11,7 @@ import msgspec
 from app.errors import InvalidRequest, Rejected
 from app.runtime import state_dir
 from app.runtime.artifact_updates import ArtifactUpdates
+from app.runtime.desired import asked
 from app.runtime.ledger import Ledger
 from app.runtime.logs import Log
 from app.runtime.residents import Resident
@@ -145,10 +146,10 @@ class Operations:
             await asyncio.to_thread(state_dir.write, self._pin_file, msgspec.json.encode(pin) + b"\n")
 
     def _pin(self) -> object:
-        data = state_dir.read(self._pin_file)
+        """The pin that stands; None where there is none, or nobody can read it: `desired` says why."""
         try:
-            return msgspec.json.decode(data) if data else None
-        except msgspec.DecodeError:
+            return asked(self._pin_file, state_dir.PIN) or None
+        except Rejected:
             return None
 
     def _decided(self, cause: str, was: Snapshot | None, began: float) -> None:

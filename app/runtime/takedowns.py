@@ -82,5 +82,5 @@ def kept(state: Path) -> Takedowns:
     """What was in force last; NOTHING where that is not known."""
     try:
         return msgspec.json.decode(read_small(state / KEPT, -1, state), type=Takedowns)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return NOTHING

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import Rejected
-from app.runtime.takedowns import NOTHING, Takedowns, load_takedowns
+from app.runtime.takedowns import KEPT, NOTHING, Takedowns, keep, kept, load_takedowns
 from app.vocab.publish import commit, draft
 from tests import support
 
@@ -92,3 +92,11 @@ def test_a_bad_list_is_refused_with_its_line(tmp_path, data, name, code, place):
     with pytest.raises(Rejected) as refused:
         load_takedowns(publish(tmp_path, data, name))
     assert (refused.value.code, refused.value.location) == (code, place)
+
+
+@pytest.mark.parametrize("data", [b"", b"[", b"null", b"{}", b'{"ids": ["\\ud800"]}', b"\xff", b'{"x":' * 100_000])
+def test_what_is_no_list_in_the_servers_own_files_is_none(tmp_path, data):
+    keep(tmp_path, Takedowns("v1", "d", "now", ("i1",)))
+    assert kept(tmp_path).ids == ("i1",)
+    (tmp_path / KEPT).write_bytes(data)
+    assert kept(tmp_path) == NOTHING

@@ -203,3 +203,18 @@ async def test_a_pin_that_comes_and_goes_between_two_looks_at_the_disk_is_follow
         assert not (root / "state" / "pin.json").exists()  # the disk is as it was when v2 was put in force
         go.set()
         await server.settles(serving("v2"))
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"weights":' * 100_000, b"\xff", b"7", b'{"weights": "../v1"}'])
+async def test_a_pin_that_nobody_can_read_is_said_and_the_next_decision_replaces_it(tmp_path, data):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        (root / "state").mkdir(exist_ok=True)
+        (root / "state" / "pin.json").write_bytes(data)
+        status = await server.settles(lambda status: "problem" in status["desired"])
+        assert status["desired"]["problem"]["location"] == "state/pin.json"
+        listed = await get(server.admin, "/admin/v1/snapshots")
+        assert (listed.status, listed.json()["pin"]) == (200, None)
+        reply = await server.post(f"snapshots/{status['active']['snapshot']}:pin")
+        assert (reply.status, reply.json()["pin"]) == (200, {"weights": "v1", "vocab": "v1"})
+        await server.settles(lambda status: "problem" not in status["desired"])
