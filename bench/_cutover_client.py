@@ -2,8 +2,8 @@
 
     python -m bench._cutover_client URL --bodies FILE --rate R --seed N [--seconds S] --out FILE
 
-It sends until its standard input ends (or `--seconds` are over), waits for what is out, and writes columns as JSON.
-Times are those of the machine's monotonic clock, which all processes share.
+It sends until its standard input ends (or `--seconds` are over), waits for what is out, for as many seconds as stood
+there, and writes columns as JSON. Times are those of the machine's monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from app.cli.loop import run
 from bench._cutover_names import EVERYWHERE, content_of, item_name
 
 LONGEST_S = 1200.0
+PATIENCE_S = 35.0
+"""Seconds for what is out, where nobody says how many; longer than any request may take."""
 COLUMNS = (
     "intended", "latency_ms", "late_ms", "status", "body", "weights", "vocab", "score", "last", "mixed", "batch_ms"
 )  # fmt: skip
@@ -97,26 +99,40 @@ class Recording(Load):
         self.rows.append((*row, found.versions.weights, found.versions.vocab, first, last, mixed, took))
 
 
-def _until_stdin_ends(stop: threading.Event) -> None:
-    sys.stdin.buffer.read()
-    stop.set()
+class Stop:
+    """When to send no more, and for how long to wait then."""
+
+    def __init__(self) -> None:
+        self.patience, self._set = PATIENCE_S, threading.Event()
+
+    def wait(self) -> None:
+        """Until standard input ends."""
+        said = sys.stdin.buffer.read()
+        self.patience = float(said) if said else PATIENCE_S
+        self._set.set()
+
+    @property
+    def now(self) -> bool:
+        """Whether it has."""
+        return self._set.is_set()
 
 
 async def fire(arguments: argparse.Namespace) -> dict[str, object]:
     bodies = arguments.bodies.read_bytes().splitlines()
     load = Recording(Target.parse(arguments.url), bodies, arguments.connections)
-    stop, loop = threading.Event(), asyncio.get_running_loop()
+    stop, loop = Stop(), asyncio.get_running_loop()
     if arguments.seconds is None:
-        threading.Thread(target=_until_stdin_ends, args=(stop,), daemon=True).start()
+        threading.Thread(target=stop.wait, daemon=True).start()
     start = time.monotonic() + 0.1
     times = [start + gap for gap in arrivals(arguments.rate, arguments.seconds or LONGEST_S, arguments.seed)]
     pacer = Pacer(times, lambda: loop.call_soon_threadsafe(lambda: load.fire_until(times, time.monotonic())))
     pacer.start()
-    while load.sent < len(times) and not stop.is_set():  # noqa: ASYNC110  the pacer and standard input are threads
+    while load.sent < len(times) and not stop.now:  # noqa: ASYNC110  the pacer and standard input are threads
         await asyncio.sleep(0.05)
     pacer.stopped = True
     del times[load.sent :]
-    while load.outstanding > 0:  # noqa: ASYNC110
+    end = time.monotonic() + stop.patience
+    while load.outstanding > 0 and time.monotonic() < end:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     load.close()
     rounded = partial(round, ndigits=3)

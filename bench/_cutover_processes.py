@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ Row = dict[str, Any]
 START_S = 600.0
 STOP_S = 10.0
 """Seconds that a server gets to end by itself: what was measured is not written before it has."""
-COLLECT_S = 120.0
-"""Seconds for clients to get what is out and to write it down."""
+PATIENCE_S = 35.0
+"""Seconds that clients wait for what is out: longer than any request may take."""
+WRITE_S = 30.0
+"""Seconds that they get to write it down."""
 FEWEST, STEP = 4.0, 4.0
 """Requests a second that the search for saturation begins with, and what each rate is multiplied by."""
 GOES_ALONG = 0.85
@@ -139,12 +141,15 @@ class Clients:
             for n, out in enumerate(self._outs)
         ]  # fmt: skip
 
-    def collect(self) -> tuple[list[Row], list[str]]:
-        """End the load: what was written down, and what went wrong with clients."""
+    def collect(self, patience: float = PATIENCE_S) -> tuple[list[Row], list[str]]:
+        """End the load: what was written down, and what went wrong with clients. What is not answered after `patience`
+        seconds was sent and has no answer."""
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()
-        found, wrong, end = [], [], time.monotonic() + COLLECT_S
+            with suppress(BrokenPipeError):  # of one that has ended by itself
+                process.stdin.write(str(patience).encode())
+                process.stdin.close()
+        found, wrong, end = [], [], time.monotonic() + patience + WRITE_S
         for process, out in zip(self._processes, self._outs, strict=True):
             try:
                 process.wait(max(0.0, end - time.monotonic()))

@@ -30,12 +30,14 @@ from typing import IO
 
 from app.vocab.manifest import Kind
 from bench._cutover_names import LETTERS, version_name
-from bench._cutover_processes import Clients, Row, Server, Trouble, saturation, serving
+from bench._cutover_processes import PATIENCE_S, Clients, Row, Server, Trouble, saturation, serving
 from bench._cutover_report import write_report
 from bench._cutover_root import HEAVY, SETTINGS, Setting, ask_for, bodies, clean, drop_old, make_root, publish
 from bench._report import settings as machine
 
 KINDS: dict[str, tuple[Kind, ...]] = {"weights": ("weights",), "vocab": ("vocab",), "both": ("weights", "vocab")}
+LEAST_S = 3.0
+"""Seconds that clients wait for their answers at the end of a part, where none are left."""
 SETTLE_S = 180.0
 """Seconds that a version may take until it serves."""
 
@@ -60,7 +62,7 @@ def run_part(arguments: argparse.Namespace, work: Path) -> Row:
         try:
             timed = _timed(updates, arguments, began)
         finally:
-            found, wrong = clients.collect()
+            found, wrong = clients.collect(max(LEAST_S, min(PATIENCE_S, began + arguments.limit - time.monotonic())))
         _complete(server, timed["first"] + timed["updates"])
         said = server.bad()
         graphs = [line for _, line in server.of("graphs_captured")]
@@ -213,7 +215,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--clients", type=int, default=max(1, cores() // 4), help="processes")
     run.add_argument("--probe", type=float, default=2.5, help="seconds of each rate while looking for saturation")
     run.add_argument("--first", type=int, default=2, help="updates that fill the weight slots, the last under load")
-    run.add_argument("--limit", type=float, default=480.0, help="seconds of the part; updates end early for it")
+    run.add_argument(
+        "--limit", type=float, default=480.0, help="seconds of the part until it is written; updates end early for it"
+    )
     run.add_argument("--warm", type=float, default=4.0, help="seconds under load before and after the first updates")
     run.add_argument("--rest", type=float, default=2.0, help="seconds between the last update and a steady stretch")
     run.add_argument("--seed", type=int, default=1)

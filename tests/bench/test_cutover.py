@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -195,6 +196,19 @@ def test_what_goes_wrong_ends_the_updates_and_not_the_part(tmp_path):
     assert len(made) == 2
     assert trouble == ["update 3 (both): refused"]
     assert Updates(FakeServer(clean_root), tmp_path, gap=0.0).publish(["both"], until=0.0) == ([], [])
+
+
+def test_clients_wait_for_answers_as_long_as_they_are_told_and_write_down_the_rest(tmp_path):
+    (tmp_path / "bodies.jsonl").write_bytes(b'{"k": 1}')
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        clients = processes.Clients(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, 1, rate=50.0, seed=1)
+        asking, _ = silent.accept()
+        with asking:
+            assert asking.recv(1).startswith(b"P")
+            [found], wrong = clients.collect(patience=0.2)
+    assert wrong == []
+    assert found["sent"] > found["answered"] == 0
 
 
 def test_what_the_log_says_of_an_update_is_kept_with_it():
