@@ -180,9 +180,9 @@ async def test_a_client_that_leaves_and_a_deadline_that_passes_cancel_in_the_eng
             await until(lambda: len(server.front.admitted) == 1)
         await until(lambda: len(server.front.cancelled) == 1)
         began = time.monotonic()
-        late = await ask(server.addresses.public, {**HELD, "deadline_ms": 80})
+        late = await ask(server.addresses.public, {**HELD, "deadline_ms": 300})
         assert (late.status, late.json()["error"]["code"]) == (504, "deadline_exceeded")
-        assert time.monotonic() - began >= 0.08
+        assert time.monotonic() - began >= 0.3
         await until(lambda: len(server.front.cancelled) == 2)
         assert server.front.cancelled == server.front.admitted
         assert (await ask(server.addresses.public, GOLDEN)).status == 200

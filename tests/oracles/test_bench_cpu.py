@@ -13,10 +13,10 @@ from bench._report import OURS, markdown
 CLONE = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1000)
 def test_everybody_finds_the_same_and_is_timed(tmp_path):
     command = [sys.executable, "-m", "bench.cpu", "--toy", "--only", "search", "--seconds", "0", "--out", str(tmp_path)]
-    done = subprocess.run(command, check=False, cwd=CLONE, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, check=False, cwd=CLONE, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     for cell in json.loads((tmp_path / "cpu.json").read_text())["search"]["cells"]:
         assert cell["items"] == cell["batch"] * cell["width"]
@@ -26,10 +26,10 @@ def test_everybody_finds_the_same_and_is_timed(tmp_path):
     assert all(name in table for name in (*NAMES, *OURS))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1000)
 def test_the_demo_half_runs_and_reports(tmp_path):
     command = [sys.executable, "-m", "bench.cpu", "--toy", "--only", "demo", "--out", str(tmp_path)]
-    done = subprocess.run(command, check=False, cwd=CLONE, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, check=False, cwd=CLONE, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "cpu.json").read_text())
     demo = found["demo"]

@@ -6,7 +6,7 @@ import asyncio
 import io
 import threading
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -184,8 +184,8 @@ async def test_a_deadline_is_kept_while_the_engine_is_busy():
         held = await world.busy()
         began = time.monotonic()
         with pytest.raises(Expired):
-            await world.ask("i1", ms=60).outcome()
-        assert 0.055 < time.monotonic() - began < 60  # the engine would be held for longer
+            await world.ask("i1", ms=300).outcome()
+        assert 0.295 < time.monotonic() - began < 60  # the engine would be held for longer
         assert world.runtime.status()["queue"]["depth"] == 0
         world.gate.open.set()
         await held.outcome()
@@ -197,9 +197,9 @@ async def test_a_deadline_is_kept_while_the_engine_is_busy():
 async def test_a_request_whose_time_passed_unnoticed_is_not_computed_either():
     async with started() as world:
         held = await world.busy()
-        late = world.ask("i1", ms=20)
+        late = world.ask("i1", ms=200)
         world.gate.open.set()
-        time.sleep(0.2)  # noqa: ASYNC251  the loop hears of the batch's end before its own timer fires
+        time.sleep(0.4)  # noqa: ASYNC251  the loop hears of the batch's end before its own timer fires
         with pytest.raises(Expired):
             await late.outcome()
         await held.outcome()
@@ -249,9 +249,9 @@ async def test_a_full_queue_refuses_and_admits_again():
 async def test_what_cannot_finish_in_time_is_refused_before_it_is_queued():
     async with started() as world:
         for _ in range(8):
-            world.runtime._batcher.time.observe(40, 0.5)
+            world.runtime._batcher.time.observe(40, 5.0)
         with pytest.raises(DeadlineTooShort, match="are needed"):
-            world.ask("i1", ms=100)
+            world.ask("i1", ms=2_000)
         assert len((await world.ask("i1", ms=60_000).outcome()).items) == 5
         with pytest.raises(Expired):
             world.ask("i1", ms=0)
@@ -347,10 +347,13 @@ async def test_a_model_that_fails_its_canary_never_serves():
 
 async def test_a_thousand_requests_with_random_ends_leave_nothing_behind():
     async with started(queue=4096) as world:
-        tickets = [world.ask(f"i{n % 40}", ms=None if n % 3 else 5 + n % 50) for n in range(600)]
-        for n, ticket in enumerate(tickets):
+        tickets = {}
+        for n in range(600):
+            with suppress(Expired):  # a slow machine may not even come to admit it
+                tickets[n] = world.ask(f"i{n % 40}", ms=None if n % 3 else 5 + n % 50)
+        for n, ticket in tickets.items():
             if n % 5 == 0:
                 ticket.cancel()
-        ends = await asyncio.gather(*(ticket.outcome() for ticket in tickets), return_exceptions=True)
+        ends = await asyncio.gather(*(ticket.outcome() for ticket in tickets.values()), return_exceptions=True)
         assert {type(end).__name__ for end in ends} <= {"Outcome", "Cancelled", "Expired"}
         assert sum(type(end).__name__ == "Outcome" for end in ends) >= 300
