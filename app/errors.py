@@ -209,6 +209,16 @@ class Fault(WidebeamError):
         return fault
 
 
+def let_go(error: BaseException) -> None:
+    """Take the tracebacks from an error, and from what caused it, once they are written down. Their frames hold all
+    that was being computed, snapshots with it; whoever holds the error in turn, as a client's future does, would keep
+    these until garbage is collected."""
+    found: BaseException | None = error
+    while found is not None:
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__
+
+
 def counted(number: int, noun: str, many: str | None = None) -> str:
     """`1 error`, `2 errors`: a number and what it counts, as messages say it. many: the plural, by default with an s"""
     return f"{number} {noun if number == 1 else many or f'{noun}s'}"

@@ -21,7 +21,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from app.config import read_small
 from app.core import Context, History, HistoryIds, Ranked, Request, TokenIds
-from app.errors import InvalidRequest, Rejected, WidebeamError, counted, unreadable
+from app.errors import InvalidRequest, Rejected, WidebeamError, counted, let_go, unreadable
 from app.policies.compile import compile_policy
 from app.policies.plan import Plan
 from app.policies.source import Source
@@ -210,6 +210,7 @@ def difference(wanted: Sequence[Wanted], found: Sequence[Wanted], tolerance: flo
 def _answer(snapshot: Snapshot, served: Sequence[Served], line: int) -> tuple[Wanted, ...]:
     (end,) = served
     if isinstance(end.result, WidebeamError):
+        let_go(end.result)
         raise Rejected("canary_failed", end.result.message, location=f"{FILE}: line {line}")
     ranked: Ranked = end.result
     ids = snapshot.vocab.ids(ranked.items)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from app.core import Explanation, Outcome, Request
-from app.errors import ExplainBusy, Fault, InvalidRequest, WidebeamError
+from app.errors import ExplainBusy, Fault, InvalidRequest, WidebeamError, let_go
 from app.runtime.job import Served
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
@@ -70,6 +70,7 @@ class Explainer:
             self._metrics.explained_total.labels("failed").inc()
             if isinstance(told, Fault):
                 self._log.error("explain_failed", request_id=end.job.request.request_id, exc_info=told)
+            let_go(told)
             done(told)
             return
         result = "equal" if told.mismatch is None else "mismatch"

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 from app.config import Deployment
 from app.core import Item, Outcome, Ranked, Request, Timings, Versions
-from app.errors import Cancelled, Draining, Expired, Fault, NotReady, Rejected, Underfilled, WidebeamError
+from app.errors import Cancelled, Draining, Expired, Fault, NotReady, Rejected, Underfilled, WidebeamError, let_go
 from app.policies.assign import Facts
 from app.policies.assignment import explain
 from app.policies.plan import Plan
@@ -147,6 +147,7 @@ class Runtime:
                 for end in await self.serve_alone(Batch(jobs)):
                     if isinstance(end.result, WidebeamError):
                         self._log.error("canary_failed", policy=plan.policy, exc_info=end.result)
+                        let_go(end.result)
                         failed[plan.policy] = end.result.message
         return failed
 
@@ -323,6 +324,7 @@ class Runtime:
                     continue  # its client waits for the explanation, nobody else does
             except Exception as error:  # noqa: BLE001  a bug of ours: nobody may wait for ever because of it
                 self._log.error("answer_failed", exc_info=error)
+                let_go(error)
                 result = Fault.of(error)
             self._resolve(end.job, result)
 
@@ -337,6 +339,7 @@ class Runtime:
         if isinstance(result, WidebeamError):
             if not isinstance(result, Expired | Cancelled):
                 self._log.error("request_failed", code=result.code, exc_info=result)
+                let_go(result)
             return result
         if job.plan.underfill == "error" and len(result.items) < job.request.k:
             return Underfilled(f"{len(result.items)} items, {job.request.k} were asked for")

@@ -14,8 +14,10 @@ import pytest
 from app.errors import Rejected
 from app.runtime import preparing, reading, stage
 from app.runtime.expectations import Requests
+from app.runtime.steps import StepLoop
 from app.runtime.survey import Survey, survey
 from tests import support
+from tests.api.support import ask
 from tests.live_support import live_server
 from tests.runtime.test_cutover import SIZES, items, serving, state_of, weights, world
 
@@ -27,6 +29,10 @@ CANARY = SimpleNamespace(
 def refuse(*_, **__):
     found = [Rejected("made_up", "a test says so")]
     raise Rejected.together(found)
+
+
+def broken(*_, **__):
+    raise RuntimeError("a test says so")
 
 
 def exhausted(*_, **__):
@@ -70,6 +76,10 @@ def cannot_be_asked(server, patch):
     patch.setattr(Requests, "under", refuse)
 
 
+def breaks_when_it_is_tried(server, patch):
+    patch.setattr(StepLoop, "_leaving", broken)
+
+
 def has_a_bad_canary(server, patch):
     patch.setattr(stage, "read_canary", refuse)
 
@@ -77,6 +87,7 @@ def has_a_bad_canary(server, patch):
 WAYS = (
     does_not_go_together, changes_while_it_is_read, comes_with_a_bad_vocab, has_no_room_for_its_state,
     takes_the_last_memory, takes_a_policy_away, answers_otherwise, cannot_be_asked, has_a_bad_canary,
+    breaks_when_it_is_tried,
 )  # fmt: skip
 
 
@@ -130,3 +141,18 @@ def test_surveys_do_not_hold_the_ones_before(tmp_path):
         seen = survey(root, root / "state", seen)
     assert (seen.problem.code, seen.candidates["weights"][0].problem.code) == ("bad_json", "manifest_invalid")
     assert alive() <= before + 1
+
+
+async def test_a_request_that_fails_holds_no_snapshot(tmp_path, monkeypatch, no_collections):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        slots = server.live._runtime.active.engine.slot.slots
+        with monkeypatch.context() as patch:
+            patch.setattr(StepLoop, "_leaving", broken)
+            for _ in range(3):
+                reply = await ask(server.public, {"context": {"history": ["i1"]}, "k": 3}, path="/v1/recommend")
+                assert reply.status == 500
+        for number in range(2, 5):
+            weights(root, f"v{number}", number)
+            await server.settles(serving(f"v{number}"))
+        await server.settles(lambda _: slots.lent == 2, 10)
