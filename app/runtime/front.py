@@ -21,7 +21,7 @@ class Ticket(Handle, Protocol):
 
     async def outcome(self) -> Outcome:
         """Wait for the answer. Raises Expired at the deadline (to the millisecond, whatever the engine is doing),
-        Cancelled after `cancel`, ModelOutput, Fault."""
+        Cancelled after `cancel`, ModelOutput, Fault. A wait that is cancelled gives the request up, as `cancel`."""
 
 
 class Counts(Protocol):
