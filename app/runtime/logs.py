@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import threading
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, BinaryIO, Final, Protocol, cast
@@ -59,9 +60,14 @@ class Lines:
         self._owner = stream  # it would close its raw one when it dies
         self._stream: BinaryIO = getattr(stream, "raw", stream)  # no buffer: it would keep half of a line
         self._lost = 0
+        self._one = threading.Lock()  # what is longer than a pipe's buffer goes in pieces
 
     def write(self, line: bytes) -> None:
-        """Write a line, or lose it."""
+        """Write a line, or lose it. Any thread."""
+        with self._one:
+            self._write(line)
+
+    def _write(self, line: bytes) -> None:
         if self._lost:  # in front of it the end of what may be half a line
             facts = {"at": _now(), "level": "warning", "event": "log_lines_lost", "lines": self._lost}
             line = b"\n" + msgspec.json.encode(facts) + b"\n" + line

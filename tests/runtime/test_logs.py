@@ -3,6 +3,7 @@ import io
 import json
 import logging
 import os
+import threading
 
 import pytest
 from msgspec import UNSET, Struct, UnsetType
@@ -147,3 +148,28 @@ def test_a_pipe_that_nobody_reads_any_more_ends_no_writer():
     os.close(source)
     with os.fdopen(sink, "wb", buffering=0) as stream:
         make_log(stream).info("event")
+
+
+def test_lines_of_several_threads_are_whole_however_long_they_are():
+    read, write = os.pipe()
+    found = []
+
+    def reader():
+        with os.fdopen(read, "rb") as stream:
+            found.extend(map(json.loads, stream))
+
+    def writer(name, way):
+        for number in range(20):
+            way(f"{name}{number}" * 20_000)  # more than a pipe holds
+
+    with os.fdopen(write, "wb", buffering=0) as stream:
+        log = make_log(stream)
+        ways = [log.info, lambda text: log.line(Told(level="info", event=text, name="n"))]
+        threads = [threading.Thread(target=reader)]
+        threads += [threading.Thread(target=writer, args=pair) for pair in zip("ab", ways, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads[1:]:
+            thread.join()
+    threads[0].join()
+    assert len(found) == 40
