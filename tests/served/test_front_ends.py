@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from tests import support
+from tests.api.support import ask
 from tests.live_support import live_server
 from tests.runtime.test_cutover import Load, Truth, edit, weights, world
 from tests.runtime.test_cutover import serving as active
@@ -212,6 +213,29 @@ async def test_cutovers_and_edits_through_two_front_ends_fail_no_request_and_mix
             assert order == sorted(order)
         status = await server.settles(lambda status: status["counters"]["executed"] >= load.answers)
         assert status["counters"]["failed"] == status["counters"]["refused"] == 0
+
+
+async def test_a_real_model_answers_and_explains_through_a_front_end_as_without(tmp_path):
+    root = world(tmp_path)
+    asked = [
+        {},
+        {"policy": "narrow", "seed": 7},
+        {"exclude": ["a2", "a3", "never-heard-of"], "user_id": "u"},
+        {"explain": {"why": ["a1", "never-heard-of"]}},
+    ]
+    found = []
+    for number in (0, 1):
+        if number:
+            with_front_ends(root, number)
+        async with live_server(root) as server:
+            answers = [await server.recommend("a1", "a5", request_id=f"r{n}", **one) for n, one in enumerate(asked)]
+            refused = [await ask(server.public, {"context": {"tokens": [1]}, "k": k}) for k in (1, 10**6)]
+        for answer in answers:
+            del answer["timings_ms"]
+        found.append((answers, [(one.status, one.json()) for one in refused]))
+    assert len(found[0][0][3]["explain"]) == 3 + 2
+    assert found[0][1][0][0] == 422
+    assert found[1] == found[0]
 
 
 def test_a_program_of_the_same_name_in_the_working_directory_is_not_taken_for_it(tmp_path):
