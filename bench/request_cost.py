@@ -44,7 +44,7 @@ from bench.rest import bodies, with_front_ends, write_root
 
 SHAPE = Shape(codes=64, steps=3, width=64, context=512, d=32, layers=1, heads=2, ffn=64, items=100_000)
 BATCH = 32
-WARM, START_TIMEOUT_S = 200, 60.0
+WARM, START_TIMEOUT_S = 200, 600.0
 LOOP, OTHERS, FRONT_ENDS, LATENCY = "MainThread", "others", "front ends", "median latency, one at a time"
 
 

@@ -13,6 +13,9 @@ encode      an outcome of k items to JSON
 route       the rest up to the front door: routing, headers, metrics, the wait for the ticket
 line        the log line
 runtime     behind the front door: admission, queue, batches of 32 to an engine and back, the outcome
+together    all of it
+front ends  what is left of it in the engine's process with `server.front_ends`: messages to requests, the runtime,
+            outcomes to messages
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+import msgspec
 import numpy as np
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn import Config
@@ -41,14 +45,18 @@ from app.api.protocol import protocol
 from app.cli.compose import Overrides, compose
 from app.cli.loop import run
 from app.config import Deployment
-from app.core import Item, Outcome, Ranked, Request, Timings, Versions
+from app.core import HistoryIds, Item, Outcome, Ranked, Request, Timings, Versions
+from app.runtime.channel import HEAD as HEAD_BYTES
 from app.runtime.front import Front
 from app.runtime.job import Batch, Served
-from app.runtime.logs import make_log
+from app.runtime.logs import Log, make_log
+from app.runtime.messages import Fetch, Fetched, Hello
 from app.runtime.metrics import Metrics
+from app.runtime.port import Port
 from app.runtime.runtime import Runtime
 from app.runtime.thread import Done
 from app.runtime.ticket import PendingTicket
+from app.runtime.translate import asked
 from bench._report import settings, table
 from bench._synthetic import Shape
 from bench.rest import write_root
@@ -76,6 +84,9 @@ class Wire(asyncio.Transport):
 
     def close(self) -> None:
         """There is nothing to close."""
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """There is no buffer."""
 
 
 class Connections:
@@ -107,6 +118,32 @@ class Connections:
         """Close them, with their timers."""
         for one in self._open:
             one.connection_lost(None)
+
+
+class FrontEnd:
+    """A front end's socket to the engine, in memory; as many requests at the same moment as there are connections."""
+
+    def __init__(self, runtime: Runtime, deployment: Deployment, log: Log, asked_: Sequence[Request]) -> None:
+        self._port = Port(runtime, Metrics(), log, _never, Hello(deployment, False))
+        self._port.connection_made(Wire())
+        encode = msgspec.msgpack.Encoder().encode
+        bodies = [encode(asked(number, request)) for number, request in enumerate(asked_)]
+        self._wave = b"".join(len(body).to_bytes(HEAD_BYTES) + body for body in bodies)
+
+    async def ask(self, requests: int) -> None:
+        """See `Connections.ask`."""
+        for _ in range(0, requests, CONNECTIONS):
+            self._port.data_received(self._wave)
+            while self._port._open:  # noqa: SLF001, ASYNC110  it tells its front end, nobody else
+                await asyncio.sleep(0)
+
+    def close(self) -> None:
+        """End it."""
+        self._port.connection_lost(None)
+
+
+async def _never(_: Fetch) -> Fetched:
+    raise AssertionError("nothing is fetched")
 
 
 class AtOnce:
@@ -199,6 +236,9 @@ class Bench:
             "line": public(cast(Front, instant), deployment, Metrics(), spoken, readiness),
             "runtime": public(runtime, deployment, Metrics(), spoken, Readiness(runtime)),
         }
+        contexts = [HistoryIds(tuple(f"item-{i}" for i in one)) for one in histories]
+        requests = [Request(f"r-{n}", one, k, f"u-{n}", received=time.monotonic()) for n, one in enumerate(contexts)]
+        self._front_end = FrontEnd(runtime, deployment, quiet, requests)
         body = wire.body_type(deployment.limits)
         self.alone: dict[str, Callable[[], object]] = {
             "decode": partial(_decode, codec.decoders(body)[media.JSON], bodies[0]),
@@ -210,6 +250,7 @@ class Bench:
         open_ = {name: Connections(app, self._asked) for name, app in self.apps.items()}
         parts: dict[str, Callable[[int], Awaitable[None]]] = {name: one.ask for name, one in open_.items()}
         parts |= {name: partial(_repeat, call) for name, call in self.alone.items()}
+        parts["front ends"] = self._front_end.ask
         best = dict.fromkeys(parts, float("inf"))
         gc.disable()  # between rounds instead
         try:
@@ -221,6 +262,7 @@ class Bench:
                 gc.collect()
         finally:
             gc.enable()
+            self._front_end.close()
             for one in open_.values():
                 one.close()
         return best
@@ -247,6 +289,7 @@ def layers(best: Mapping[str, float]) -> dict[str, float]:
         "line": best["line"] - best["route"],
         "runtime": best["runtime"] - best["line"],
         "together": best["runtime"],
+        "front ends": best["front ends"],
     }
 
 
