@@ -116,20 +116,23 @@ class Selection:
         keep [R] host integers: planned rows of the next step; 0 for a request that has left.
         """
         parts: list[tuple[_Segment, Survivors]] = []
-        bad_scores = torch.zeros((), dtype=torch.int64, device=self._device)
-        bad: Tensor | None = torch.zeros(len(output.logits), dtype=torch.int64, device=self._device)
+        bad_scores: list[Tensor] = []
+        bad: Tensor | None = None
         ranked: list[_Segment] = []
         for segment in self._segments(t, state, keep):
             if _takes_logits(segment, output):
                 survivors, wrong = self._from_logits(t, segment, output, state)
             elif _takes_expressions(segment, output):
                 survivors, wrong, broken = self._from_expressions(t, segment, output, state)
-                bad_scores += broken
+                bad_scores.append(broken)
             else:
                 ranked.append(segment)
                 continue
             parts.append((segment, survivors))
-            bad = wrong if segment.rows is None or bad is None else bad.index_copy(0, segment.rows, wrong)
+            if segment.rows is not None:
+                every = wrong.new_zeros(len(output.logits)) if bad is None else bad
+                wrong = every.index_copy(0, segment.rows, wrong)
+            bad = wrong
         if ranked:
             logits, bad = sanitise(output.logits)
         before = dict(self._failed)
@@ -140,7 +143,7 @@ class Selection:
                 self._failed |= dict.fromkeys(segment.requests, Fault.of(error))
                 continue
             parts.append((segment, survivors))
-            bad_scores += wrong
+            bad_scores.append(wrong)
         failed = {request: error for request, error in self._failed.items() if request not in before}
         return StepResult(self._together(parts, keep), self._counts(bad, state, bad_scores), failed)
 
@@ -212,18 +215,26 @@ class Selection:
         scored = segment.program.run(inputs)
         order = _take(state.order, segment.rows)
         best = select_top(scored.rank, inputs.code, order, self._sizes[t - 1], segment.row_start, segment.keep)
-        at, column, dead = best.parent.clamp(min=0), best.column.clamp(min=0), best.parent < 0
+        at, column = best.parent, best.column
+        full = self._device.type == "cpu" and best.n_valid.tolist() == list(segment.keep)  # elsewhere it would wait
+        if not full:
+            at, column = at.clamp(min=0), column.clamp(min=0)
         if scored.carry is not None:
             carried = torch.split(scored.carry[at, column], list(segment.keep))
             self._carry.update(zip(segment.requests, carried, strict=True))
         survivors = Survivors(
-            parent=(at if segment.rows is None else segment.rows[at]).masked_fill_(dead, -1),
-            code=inputs.code[at, column].masked_fill_(dead, -1),
+            parent=at if segment.rows is None else segment.rows[at],
+            code=inputs.code[at, column],
             order=best.order,
-            score=scored.score[at, column].masked_fill_(dead, -torch.inf),
-            node=child[at, column].masked_fill_(dead, -1),
+            score=scored.score[at, column],
+            node=child[at, column],
             n_valid=best.n_valid,
         )
+        if not full:
+            dead = best.parent < 0
+            for values in (survivors.parent, survivors.code, survivors.node):
+                values.masked_fill_(dead, -1)
+            survivors.score.masked_fill_(dead, -torch.inf)
         return survivors, scored.bad.sum()
 
     def _mask(
@@ -336,14 +347,15 @@ class Selection:
     def _in_set(self, keys: Tensor, node: Tensor, request: Tensor) -> Tensor:
         return contains(keys, node, request, self._trie.nodes)
 
-    def _counts(self, bad: Tensor | None, state: BatchState, bad_scores: Tensor) -> Tensor:
+    def _counts(self, bad: Tensor | None, state: BatchState, bad_scores: Sequence[Tensor]) -> Tensor:
         """`StepResult.counts` from the bad logits of each row; tombstones do not count."""
         requests = len(self._jobs)
         counts = torch.zeros(2 * requests + 1, dtype=torch.int64, device=self._device)
         if bad is not None:
             counts.index_add_(0, state.request, bad.masked_fill(state.score == -torch.inf, 0))
             counts[requests:-1].index_add_(0, state.request, (state.score > -torch.inf).to(torch.int64))
-        counts[-1:] += bad_scores
+        for one in bad_scores:
+            counts[-1:].add_(one)
         return counts
 
 

@@ -79,14 +79,18 @@ def select_top(
     rectangle is padded.
     """
     device = rank.device
-    packed = keys(rank, code, order, size)
     shapes: dict[tuple[int, int], list[int]] = {}
     for request, kept in enumerate(keep):
         shapes.setdefault((row_start[request + 1] - row_start[request], kept), []).append(request)
     if len(shapes) == 1:  # nothing to put together
         (width, kept), requests = shapes.popitem()
+        found = _distinct(rank, row_start[:-1], width, kept) if device.type == "cpu" else None
+        if found is not None:
+            return found
+        packed = keys(rank, code, order, size)
         row, column, valid = _rectangle(packed.view(len(requests), width, rank.shape[1]), row_start[:-1], kept)
         return Selected(row.flatten(), column.flatten(), torch.arange(kept, device=device).repeat(len(requests)), valid)
+    packed = keys(rank, code, order, size)
     out_start = [0, *accumulate(keep)]
     parent = torch.full((out_start[-1],), -1, dtype=torch.int64, device=device)
     column = torch.full_like(parent, -1)
@@ -146,6 +150,26 @@ def select_logits(
 def _ranges(first: Sequence[int], length: int, device: torch.device) -> Tensor:
     """[G, length] int64: first[g], first[g] + 1, .."""
     return torch.tensor(first, dtype=torch.int64, device=device).unsqueeze(1) + torch.arange(length, device=device)
+
+
+def _distinct(rank: Tensor, first: Sequence[int], width: int, kept: int) -> Selected | None:
+    """The best `kept` of requests of `width` rows each without keys, where no rank is there twice among them and the
+    next one: then ranks alone order them. None where it is, or where rows are better cut first.
+
+    rank [n, F] · first: row of each request
+    """
+    requests, columns = len(first), rank.shape[1]
+    if not 0 < kept < width * columns or (width > 1 and columns > CUT * kept):
+        return None
+    best, index = torch.topk(rank.reshape(requests, width * columns), kept + 1, dim=1, sorted=True)
+    if not bool((best[:, :-1] > best[:, 1:]).all()):  # so that only the next one may be -inf
+        return None
+    index = index[:, :kept]
+    row, column = index.div(columns, rounding_mode="floor"), index.remainder(columns)
+    if requests > 1:
+        row = row + torch.tensor(first).unsqueeze(1)
+    place = torch.arange(kept).expand(requests, kept).flatten()
+    return Selected(row.flatten(), column.flatten(), place, torch.full((requests,), kept))
 
 
 def _rectangle(packed: Tensor, first: Sequence[int], kept: int) -> tuple[Tensor, Tensor, Tensor]:

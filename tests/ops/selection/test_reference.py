@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.ops.selection import keys, sanitise, select_top
+from app.ops.selection import keys, reference, sanitise, select_top
 
 TIES = [0.0, -0.0, -1.0, 1.0, -np.inf, 0.5, -3.4028235e38, 1e-45, -1e-45]
 
@@ -80,6 +80,62 @@ def test_two_stages_equal_one_at_real_shapes(kind, width, columns, keep):
     place_to_row = np.argsort(order.numpy())
     live = found(result, 0, keep, 0)
     assert live == [(int(place_to_row[i // columns]), int(i % columns)) for i in best]
+
+
+def keys_made(monkeypatch):
+    """Grows by one with each call of `keys`."""
+    made, real = [], reference.keys
+    monkeypatch.setattr(reference, "keys", lambda *given: made.append(1) or real(*given))
+    return made
+
+
+def uneven(requests=3, rows=4, columns=6):
+    """Ranks of which no two are equal, in no order."""
+    generator = np.random.default_rng(5)
+    return torch.from_numpy(generator.permutation(requests * rows * columns).astype(np.float32)).view(-1, columns)
+
+
+@pytest.mark.parametrize(("kept", "alone"), [(1, False), (3, True), (23, True), (24, False), (25, False)])
+def test_ranks_that_all_differ_give_what_keys_would(kept, alone, monkeypatch):
+    rank = uneven()
+    code = torch.arange(6).expand(12, 6)
+    given = (rank, code, torch.arange(4).repeat(3), 6, [0, 4, 8, 12], [kept] * 3)
+    quick, made = select_top(*given), keys_made(monkeypatch)
+    assert not made
+    select_top(*given)
+    assert bool(made) is not alone, "as many as there are, or rows that are cut first: by keys"
+    monkeypatch.setattr(reference, "_distinct", lambda *_: None)
+    assert all(torch.equal(a, b) for a, b in zip(quick, select_top(*given), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "alone"),
+    [
+        (0, 22.0, False),  # a tie of the first two
+        (10, 12.0, False),  # of the last that is kept and the next
+        (13, 11.0, True),  # behind the next one
+        (10, -np.inf, True),  # one fewer, of enough
+    ],
+)
+def test_ranks_alone_choose_only_where_they_all_differ_up_to_the_next_one(at, value, alone, monkeypatch):
+    made = keys_made(monkeypatch)
+    rank = torch.arange(23, -1, -1, dtype=torch.float32)
+    rank[at] = value
+    result = select_top(rank.view(4, 6), torch.arange(6).expand(4, 6), torch.arange(4), 6, [0, 4], [11])
+    assert bool(made) is not alone
+    expected = oracle(rank.view(4, 6).numpy(), np.arange(4), 6, np.tile(np.arange(6), (4, 1)), 11)
+    assert found(result, 0, 11, 0) == expected
+
+
+def test_a_rank_of_minus_infinity_is_no_survivor_where_all_others_differ(monkeypatch):
+    made = keys_made(monkeypatch)
+    rank = torch.arange(6, dtype=torch.float32).view(2, 3)
+    rank[0, :2] = -torch.inf
+    given = (torch.arange(3).expand(2, 3), torch.arange(2), 3, [0, 2])
+    assert select_top(rank, *given, [4]).parent.tolist() == [1, 1, 1, 0]
+    assert not made
+    assert select_top(rank, *given, [5]).parent.tolist() == [1, 1, 1, 0, -1]
+    assert made
 
 
 def test_shuffled_rows_give_the_same_survivors():
