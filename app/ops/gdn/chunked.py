@@ -128,7 +128,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, c
     pair = exp(decay.unsqueeze(4) - decay.unsqueeze(3)).tril_()
     system = ((key @ key.transpose(3, 4)) * pair).mul_(gate.unsqueeze(4))
     right = torch.cat([value, key * grown], 4).mul_(gate.unsqueeze(4))
-    written, read = _solved(system.flatten(0, 2), right.flatten(0, 2)).split([width, dim], 2)
+    written, read = torch.split(_solved(system.flatten(0, 2), right.flatten(0, 2)), [width, dim], 2)
     within = pair.mul_(query @ key.transpose(3, 4)).flatten(0, 2)
     asked = (query * grown).flatten(0, 2)
     kept = (key * exp(decay[..., -1:] - decay).unsqueeze(4)).flatten(0, 2).transpose(1, 2)
@@ -154,7 +154,8 @@ def _solved(system: Tensor, right: Tensor) -> Tensor:
     """
     many, size, _ = system.shape
     if system.device.type != "cpu" or size % BLOCK:
-        return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        whole: Tensor = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        return whole
     rows = size // BLOCK
     own = system.view(many, rows, BLOCK, rows, BLOCK).diagonal(0, 1, 3).permute(0, 3, 1, 2)
     power = own.reshape(-1, BLOCK, BLOCK).tril(-1)
