@@ -32,6 +32,8 @@ PAGE = CLONE / "docs" / "gpu.md"
 BEGIN, END = "<!-- tests/gpu: made by bench.gpu_tests -->", "<!-- end of tests/gpu -->"
 WORST = ("passed", "skipped", "failed")
 SHOWN = (*WORST, "not run")
+NAMED = 5
+"""Failures that the table names, a file; the JSON names all."""
 Row = dict[str, Any]
 
 
@@ -87,7 +89,9 @@ def _cells(one: Row | None) -> list[str]:
     if "said" in one:  # before there were records
         return [one["said"], "", one["device"], one.get("commit", "")]
     parts = [f"{one[kind]} {kind}" for kind in SHOWN if one[kind]]
-    named = f": {', '.join(f'`{name}`' for name in one['failures'])}" if one["failures"] else ""
+    names = [f"`{name}`" for name in one["failures"][:NAMED]]
+    names += [f"{len(one['failures']) - NAMED} more"] if len(one["failures"]) > NAMED else []
+    named = f": {', '.join(names)}" if names else ""
     where = f"{one['device']}, torch {one['torch'].partition('+')[0]}"
     return [", ".join(parts) + named, f"{one['seconds']:.0f}", where, one["commit"] or "unknown"]
 

@@ -70,6 +70,12 @@ def test_a_case_that_failed_once_has_failed(tmp_path):
     assert (found["tests/gpu/test_x.py"]["failed"], found["tests/gpu/test_x.py"]["passed"]) == (1, 0)
 
 
+def test_a_table_names_few_of_many_failures():
+    many = {"passed": 0, "skipped": 0, "failed": 9, "not run": 0, "seconds": 1.0, "failures": list("abcdefghi"), **MADE}
+    text = gpu_tests.section({"tests/gpu/test_x.py": many}, ["tests/gpu/test_x.py"])
+    assert "| `test_x` | 9 failed: `a`, `b`, `c`, `d`, `e`, 4 more | 1 |" in text
+
+
 def test_without_a_test_or_a_place_nothing_is_written(tmp_path):
     (tmp_path / "about.json").write_text(json.dumps(MADE))
     with pytest.raises(SystemExit, match="no test has ended"):
