@@ -45,24 +45,22 @@ def mixed(parts: Sequence[Row]) -> Row:
     out_of_order     requests whose scores do not lie further apart under a content of larger scale
     """
     clients = [client for part in parts for client in part["clients"]]
-    found = [_judged(_cells(part["clients"])) for part in parts]
-    margins = np.concatenate([np.empty(0), *(one.margins for one in found)])
-    apart = [one.apart for one in found if one.apart < np.inf]
+    found = _judged(_cells(clients))  # parts of one setting have the same contents
     return {
         "wrong_items": sum(sum(map(bool, client["columns"].get("mixed", []))) for client in clients),
         **_named([one for part in parts for one in _snapshots(part["clients"])]),
-        "judged": len(margins),
-        "nearer": int((margins < 0).sum()),
-        "margin": [float(margins.min()), float(np.quantile(margins, 0.001))] if len(margins) else [],
-        "spread": max((one.spread for one in found), default=0.0),
-        "apart": min(apart, default=None),
-        "out_of_order": sum(one.out_of_order for one in found),
-        "ordered": sum(one.ordered for one in found),
+        "judged": len(found.margins),
+        "nearer": int((found.margins < 0).sum()),
+        "margin": [float(found.margins.min()), float(np.quantile(found.margins, 0.001))] if len(found.margins) else [],
+        "spread": found.spread,
+        "apart": found.apart if len(found.margins) else None,
+        "ordered": found.ordered,
+        "out_of_order": found.out_of_order,
     }
 
 
 class Judged(NamedTuple):
-    """One part's scores. margins: distance from the nearest other content's middle less that from the own one's."""
+    """What scores say. margins: distance from the nearest other content's middle less that from the own one's."""
 
     margins: Floats
     spread: float

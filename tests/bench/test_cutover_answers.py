@@ -72,8 +72,10 @@ def test_what_few_answers_or_one_content_say_is_not_judged():
     assert (few["judged"], few["margin"], few["apart"]) == (0, [], None)
     alone = mixed([part(["v1"] * 100, noisy("a" * 100))])
     assert (alone["judged"], alone["ordered"]) == (0, 0)
-    apart = mixed([part(CLAIMS[:48], noisy(LETTERS_OF[:48]), "v1"), part(CLAIMS[:4], noisy("aaaa"), "v2-b")])
-    assert apart["judged"] == 0 or apart["judged"] == 48
+    half = part(CLAIMS[:36], noisy(LETTERS_OF[:36]))  # three answers of each content to each request
+    assert mixed([half])["judged"] == 0
+    assert mixed([half, half])["judged"] == 72
+    assert mixed([half, part(CLAIMS[:36], noisy(LETTERS_OF[:36]), vocab="v2-b")])["judged"] == 0
 
 
 def test_a_snapshot_that_means_two_things_and_other_rules_are_seen():
