@@ -155,4 +155,4 @@ async def test_a_request_that_fails_holds_no_snapshot(tmp_path, monkeypatch, no_
         for number in range(2, 5):
             weights(root, f"v{number}", number)
             await server.settles(serving(f"v{number}"))
-        await server.settles(lambda _: slots.lent == 2, 10)
+        await server.settles(lambda _: slots.lent == 2)
