@@ -40,11 +40,11 @@ def overlay(
     text, began: the file now and at the start · running: the deployment of the start ·
     before: what the last text that could be read asked for; it goes on where this one cannot be used
     """
-    if text == began:
-        return Overlay(running)
     try:
         new, old = parse(decode(text)), parse(decode(began))
     except BadDeployment as error:
+        if text == began:
+            return Overlay(running)
         return Overlay(before or running, (), Rejected(error.code, error.message, location=error.path))
     restart = tuple(name for name in _different(new, old) if name.partition(".")[0] not in LIVE)
     return Overlay(msgspec.structs.replace(running, **{name: getattr(new, name) for name in LIVE}), restart)

@@ -71,3 +71,10 @@ def test_nothing_is_in_force_before_something_serves():
     untouched = overlay(TEXT.encode(), TEXT.encode(), parse(TEXT))
     assert untouched.document(None) == {"state": "preparing", "restart": []}
     assert edited("port = 0", "port = 1").document(None) == {"state": "preparing", "restart": ["server.port"]}
+
+
+def test_an_edit_that_came_while_the_server_was_put_together_counts():
+    """It was parsed a moment before the text was kept that edits are compared with."""
+    edit = TEXT.replace("batch = 16", "batch = 8").encode()
+    assert overlay(edit, edit, parse(TEXT)).deployment.limits.batch == 8
+    assert overlay(b"[", b"[", parse(TEXT)).document(parse(TEXT)) == {"state": "in force", "restart": []}
