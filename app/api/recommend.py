@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import Final
@@ -54,6 +55,9 @@ class Recommend:
             data = media.ENCODE[kind](answer)
             policy = outcome.versions.policy
             note(line, asked, answer)
+        except asyncio.CancelledError:
+            line.outcome = errors.outcome_of(Draining(""))  # that is what the edge makes of it
+            raise
         except Exception as error:
             line.outcome = errors.outcome_of(error)
             if isinstance(error, Refused):
