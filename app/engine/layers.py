@@ -36,7 +36,11 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 def keep(slots: Tensor, rows: Tensor) -> None:
     """slots[:n] = rows: slots [.., H, D] contiguous, rows [n, H, D], which may lie apart. On a GPU 16 bytes at a time
     where they come so: torch copies rows that lie apart element by element."""
-    into, rows = slots[: rows.shape[0]].flatten(1), rows.flatten(1)
+    into = slots[: rows.shape[0]]
+    if rows.device.type == "cpu":
+        into.copy_(rows)
+        return
+    into, rows = into.flatten(1), rows.flatten(1)
     if rows.device.type == "cuda" and into.dtype == rows.dtype and _pieces(into) and _pieces(rows):
         into, rows = into.view(torch.complex128), rows.view(torch.complex128)
     into.copy_(rows)

@@ -237,13 +237,16 @@ def _drawn(parts: Parts, inputs: StepInputs, make: Callable[..., Tensor], stream
 def _finish(score: Tensor, rank: Tensor, valid: Tensor, broken: Tensor | None) -> Scored:
     """NaN and +inf are bad: counted and invalid. Adding 0.0 makes -0.0 a tie of +0.0."""
     fine = score < INF  # false for NaN too
+    if rank is not score:
+        fine = fine & (rank < INF)
+    good = valid & fine
+    bad = _count(valid ^ good, broken)
     if rank is score:
-        final = torch.where(valid & fine, score, -INF).add_(0.0)
-        return Scored(final, final, _count(valid & ~fine, broken))
-    fine = fine & (rank < INF)
-    good = valid & fine & (score > -INF) & (rank > -INF)
+        final = torch.where(good, score, -INF).add_(0.0)
+        return Scored(final, final, bad)
+    good = good & (score > -INF) & (rank > -INF)
     kept = torch.where(good, score, -INF).add_(0.0)
-    return Scored(kept, torch.where(good, rank, -INF).add_(0.0), _count(valid & ~fine, broken))
+    return Scored(kept, torch.where(good, rank, -INF).add_(0.0), bad)
 
 
 def _count(bad: Tensor, broken: Tensor | None) -> Tensor:
