@@ -100,7 +100,7 @@ class Port(Channel[ToEngine]):
         except WidebeamError as error:
             self.send(failed(number, error))
         except Exception as error:  # noqa: BLE001  a bug of ours: one request fails, and its client hears of it
-            self._log.error("admission_failed", exc_info=error)
+            self._log.error("admission_failed", request_id=request.request_id, exc_info=error)
             self.send(failed(number, Fault.of(error)))
 
     def _told(self, number: int, result: Outcome | WidebeamError) -> None:

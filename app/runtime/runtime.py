@@ -323,7 +323,7 @@ class Runtime:
                     self._explainer.explain(end, result, partial(self._resolve, end.job))
                     continue  # its client waits for the explanation, nobody else does
             except Exception as error:  # noqa: BLE001  a bug of ours: nobody may wait for ever because of it
-                self._log.error("answer_failed", exc_info=error)
+                self._log.error("answer_failed", request_id=end.job.request.request_id, exc_info=error)
                 let_go(error)
                 result = Fault.of(error)
             self._resolve(end.job, result)
@@ -338,7 +338,7 @@ class Runtime:
         job, result = end.job, end.result
         if isinstance(result, WidebeamError):
             if not isinstance(result, Expired | Cancelled):
-                self._log.error("request_failed", code=result.code, exc_info=result)
+                self._log.error("request_failed", request_id=job.request.request_id, code=result.code, exc_info=result)
                 let_go(result)
             return result
         if job.plan.underfill == "error" and len(result.items) < job.request.k:

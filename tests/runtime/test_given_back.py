@@ -152,6 +152,9 @@ async def test_a_request_that_fails_holds_no_snapshot(tmp_path, monkeypatch, no_
             for _ in range(3):
                 reply = await ask(server.public, {"context": {"history": ["i1"]}, "k": 3}, path="/v1/recommend")
                 assert reply.status == 500
+        told = {line["request_id"]: line["exception"] for line in server.events("request_failed")}
+        assert set(told) == {line["request_id"] for line in server.events("request")}
+        assert all("a test says so" in str(exception) for exception in told.values())
         for number in range(2, 5):
             weights(root, f"v{number}", number)
             await server.settles(serving(f"v{number}"))

@@ -107,7 +107,8 @@ async def test_it_says_what_is_served_then_answers_what_it_is_asked():
     assert msgspec.msgpack.decode(
         ended.wire.data[HEAD:][: int.from_bytes(ended.wire.data[:HEAD])], type=Hello
     ) == Hello(DEPLOYMENT, False)
-    assert [(line["event"], line["level"]) for line in ended.lines()] == [("admission_failed", "error")]
+    lines = [(line["event"], line["level"], line["request_id"]) for line in ended.lines()]
+    assert lines == [("admission_failed", "error", "r")]
     assert "admission broke" in str(ended.lines())
 
 
