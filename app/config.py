@@ -214,10 +214,13 @@ def read_small(file: Path, most: int, folder: Path | None = None) -> bytes:
     """At most `most` bytes of a regular file, -1 = all; folder: of `open_inside`. Raises OSError; anything else than a
     regular file (a FIFO would make its reader wait for ever) is one."""
     descriptor = open_inside(file, folder)
-    with os.fdopen(descriptor, "rb") as stream:
+    try:  # `fdopen` of a folder raises, and would leave it open
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "is no regular file")
-        return stream.read(most)
+        with os.fdopen(descriptor, "rb", closefd=False) as stream:
+            return stream.read(most)
+    finally:
+        os.close(descriptor)
 
 
 class Unread(NamedTuple):

@@ -230,3 +230,14 @@ def test_an_overlay_is_read_whole_or_not_at_all(tmp_path):
         decode(found)
     file.unlink()
     assert read_overlay(tmp_path) == Unread("bad_deployment", "cannot be read: No such file or directory")
+
+
+def test_what_is_no_file_is_refused_and_closed_again(tmp_path):
+    """A folder under a file's name is looked at every few seconds, for as long as it lies there."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for name in ("folder", "pipe") * 10:
+        with pytest.raises(OSError, match="is no regular file"):
+            read_small(tmp_path / name, 9, tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -111,9 +111,11 @@ def clean(folder: Path) -> None:
     for path in folder.rglob(f"{TEMPORARY}*"):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-            with os.fdopen(descriptor, "rb"):
+            try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def read(path: Path, folder: Path | None = None) -> bytes | None:
