@@ -94,8 +94,8 @@ class KillSwitch:
             if len(posted) > MAX_NAMES:
                 raise InvalidRequest(f"more than {MAX_NAMES} names", path="$.kill")
             state_dir.write(self._state, msgspec.json.encode(sorted(posted)) + b"\n")
+        self._posts += 1  # first: a read from before that is taken in this moment must not count
         self._posted = posted
-        self._posts += 1
         self.unreadable = False
         return self.names
 

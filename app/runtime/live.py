@@ -178,7 +178,8 @@ class Live:
             message = f"`{active.policies.default}` is the default: it can be rolled back, not killed"
             raise InvalidRequest(message, path="$.kill")
         async with self._killing:
-            self._apply_kill(await asyncio.to_thread(self._kill.post, add, tuple(remove)))
+            await asyncio.to_thread(self._kill.post, add, tuple(remove))
+            self._apply_kill(self._kill.names)  # as of now: the KILL file may have been read meanwhile
         return {"killed": self._kill.document()}
 
     # ---- policies ------------------------------------------------------------------------------------------------

@@ -467,6 +467,21 @@ async def test_a_kill_is_effective_kept_and_taken_back(tmp_path):
         assert [await served(server, name) for name in ("p", "q")] == ["p", "q"]
 
 
+async def test_a_post_does_not_bring_back_what_the_file_listed_before(tmp_path, monkeypatch):
+    async with live_server(support.write_root(tmp_path, policies={"p": GOOD.format(5)})) as server:
+        switch = server.live._kill
+        real = switch.post
+
+        def post(*names):
+            found = real(*names)
+            switch._listed = frozenset({"p"})  # read while the post comes back from its thread
+            return found
+
+        monkeypatch.setattr(switch, "post", post)
+        await server.post("kill", {"kill": ["q"]})
+        assert server.live._runtime.active.killed == {"p", "q"}
+
+
 async def test_the_policies_are_in_the_metrics(tmp_path):
     from tests.api.support import get
 
