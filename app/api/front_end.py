@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO, Final
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api import app as apps
 from app.api import in_memory
 from app.api.health import Readiness
 from app.api.listener import LAG_PERIOD_S, Listener, watch_lag
+from app.api.middleware import Edge
 from app.api.recommend import PATH
 from app.api.remote import Remote
+from app.errors import Draining
 from app.runtime.logs import make_log, route_stdlib
 
 GONE_S: Final = 1.0
@@ -32,6 +34,8 @@ async def run(
     """Serve until the engine says to end, or has gone.
 
     listener: the public socket, bound and listening · engine: an end of a pair of UNIX sockets · stream: for the log
+
+    Raises what keeps it from accepting: its process ends then, and the engine's starts another.
     """
     engine.setblocking(False)
     _, remote = await asyncio.get_running_loop().create_unix_connection(lambda: Remote(clock), sock=engine)
@@ -47,14 +51,19 @@ async def run(
     if hello.leaving:
         readiness.leave()
     hot = apps.recommendations(remote, deployment, remote.counts, log, readiness, clock)
-    http = Listener(Routes(remote, hot), deployment.server, listener)
-    await http.start()
+    http = Listener(Routes(remote, hot, Edge(_gone, readiness, log, clock)), deployment.server, listener)
+    accepts = await http.start()
     gc.collect()
     gc.freeze()  # what is there now stays
-    remote.say_accepting()
     watching = [asyncio.create_task(one) for one in (watch_lag(remote.counts), _tell(remote))]
     try:
-        end = await remote.end
+        if not accepts.done():
+            remote.say_accepting()
+        await asyncio.wait((remote.end, accepts), return_when=asyncio.FIRST_COMPLETED)
+        if accepts.done():
+            accepts.result()
+            return
+        end = remote.end.result()
         await http.end(GONE_S if end is None else end.timeout_s)
     finally:
         for task in watching:
@@ -66,16 +75,32 @@ async def run(
 class Routes:
     """The recommendations are served here; what else there is, the engine's process answers."""
 
-    def __init__(self, remote: Remote, recommendations: ASGIApp) -> None:
-        self._remote, self._recommendations = remote, recommendations
+    def __init__(self, remote: Remote, recommendations: ASGIApp, gone: ASGIApp) -> None:
+        """gone: answers for an engine that does not any more"""
+        self._remote, self._recommendations, self._gone = remote, recommendations, gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
         if scope["path"] == PATH and scope["method"] == "POST":
-            await self._remote.room()
-            await self._recommendations(scope, receive, send)
+
+            async def read() -> Message:
+                await self._remote.room()
+                return await receive()
+
+            await self._recommendations(scope, read, send)
+            return
+        try:
+            found = await self._remote.fetch(scope)
+        except asyncio.CancelledError:  # the grace period ended; this task has nothing else to do
+            found = None
+        if found is None:
+            await self._gone(scope, receive, send)
         else:
-            await in_memory.respond(await self._remote.fetch(scope), scope, receive, send)
+            await in_memory.respond(found, send)
+
+
+async def _gone(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001  an ASGI application
+    raise Draining("this server is shutting down", retry_after_s=1)
 
 
 async def _tell(remote: Remote) -> None:

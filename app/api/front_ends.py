@@ -27,6 +27,8 @@ Start = Callable[[int, int], subprocess.Popen[bytes]]
 
 WAITS_S: Final = (0.0, 0.0, 0.1, 0.5, 2.0, 5.0)
 """Before a front end is started again, by how often it has ended too early; the last one for ever."""
+START_S: Final = 120.0
+"""For a front end to take connections, on the slowest machine."""
 STEADY_S: Final = 10.0
 """A front end that lives as long has not ended too early."""
 GRACE_S: Final = 2.0
@@ -94,6 +96,8 @@ class FrontEnds:
                 await self._live(number, tried)
             except OSError as error:
                 self._log.error("front_end_failed", front_end=number, reason=str(error))
+            except Exception as error:  # noqa: BLE001  a bug of ours: the next one may live, and the others do
+                self._log.error("front_end_failed", front_end=number, reason=str(error), exc_info=error)
             tried.set()
             fails = 0 if time.monotonic() - began >= STEADY_S else fails + 1
             with contextlib.suppress(TimeoutError):
@@ -101,32 +105,42 @@ class FrontEnds:
                     await self._ending.wait()
 
     async def _live(self, number: int, tried: asyncio.Event) -> None:
-        """One life of a front end. Raises OSError where it cannot be started."""
+        """One life of a front end. Raises OSError where it cannot be started, or does not come to accept."""
         began = time.monotonic()
         process, ours = await self._begin()
-        hello = Hello(self._deployment, self._readiness.leaving)
-        made = partial(Port, self._front, self._metrics, self._log, self._fetch, hello)
-        _, port = await asyncio.get_running_loop().create_unix_connection(made, sock=ours)
-        self._ports[number] = port
-        if self._readiness.leaving and not hello.leaving:  # meanwhile
-            port.send(Leaving())
-        if self._ending.is_set():
-            port.send(End(0.0))
+        port: Port | None = None
         try:
-            await asyncio.wait((port.accepting, port.gone), return_when=asyncio.FIRST_COMPLETED)
+            port = self._ports[number] = await self._connect(ours)
+            await asyncio.wait((port.accepting, port.gone), timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
             if port.accepting.done():
                 seconds = round(time.monotonic() - began, 3)
                 self._log.info("front_end_up", front_end=number, pid=process.pid, seconds=seconds)
                 tried.set()
+            elif not port.gone.done():
+                raise TimeoutError(f"it takes no connections after {START_S:g} s")
             cancelled = await port.gone
         finally:
-            del self._ports[number]
-            port.abort()
+            self._ports.pop(number, None)
+            if port is None:
+                ours.close()
+            else:
+                port.abort()
             process.kill()  # without its socket it ends of itself, but for one that is stopped
             status = await asyncio.to_thread(process.wait)
         if not self._ending.is_set():
             self._metrics.front_ends_lost_total.inc()
             self._log.warning("front_end_gone", front_end=number, pid=process.pid, status=status, cancelled=cancelled)
+
+    async def _connect(self, ours: socket.socket) -> Port:
+        """Our end of a front end's socket, told what happened while it was started."""
+        hello = Hello(self._deployment, self._readiness.leaving)
+        made = partial(Port, self._front, self._metrics, self._log, self._fetch, hello)
+        _, port = await asyncio.get_running_loop().create_unix_connection(made, sock=ours)
+        if self._readiness.leaving and not hello.leaving:
+            port.send(Leaving())
+        if self._ending.is_set():
+            port.send(End(0.0))
+        return port
 
     async def _begin(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """A new process, and our end of the socket to it."""

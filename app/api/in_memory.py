@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Scope, Send
 
-from app.api import errors
-from app.errors import Draining
 from app.runtime.messages import Fetch, Fetched
 
 
@@ -36,11 +34,8 @@ async def fetch(app: ASGIApp, asked: Fetch) -> Fetched:
     return Fetched(asked.number, collected.status, tuple(collected.headers), b"".join(collected.body))
 
 
-async def respond(found: Fetched | None, scope: Scope, receive: Receive, send: Send) -> None:
-    """Give a fetched response on; None: nobody is there who could have answered."""
-    if found is None:
-        await errors.reply(Draining("this server is shutting down"))(scope, receive, send)
-        return
+async def respond(found: Fetched, send: Send) -> None:
+    """Give a fetched response on."""
     await send({"type": "http.response.start", "status": found.status, "headers": list(found.headers)})
     await send({"type": "http.response.body", "body": found.body})
 

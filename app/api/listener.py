@@ -39,12 +39,13 @@ class Listener:
         self._socket = listener
         self.task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Accept connections."""
+    async def start(self) -> asyncio.Task[None]:
+        """Accept connections; the task ends when that does, early where it has failed."""
         self.task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         started = asyncio.create_task(self._server.accepting.wait())
         await asyncio.wait((self.task, started), return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
+        return self.task
 
     def leave(self) -> None:
         """Nothing to do: the application asks the readiness itself."""

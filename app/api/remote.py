@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from typing import Final
 
 import msgspec
 from starlette.types import Scope
 
 from app.api.in_memory import fetch_of
 from app.core import Request
-from app.errors import Cancelled, Draining
+from app.errors import Cancelled, Draining, QueueFull
 from app.runtime.channel import Channel
 from app.runtime.messages import (
     Accepting,
@@ -29,6 +30,9 @@ from app.runtime.messages import (
 )
 from app.runtime.ticket import PendingTicket
 from app.runtime.translate import asked, error_of
+
+STUCK_S: Final = 2.0
+"""An engine that does not read for so long will meet no deadline of what waits to be written."""
 
 
 class Tally:
@@ -83,8 +87,15 @@ class Remote(Channel[ToFrontEnd]):
     # ---- what is asked -----------------------------------------------------------------------------------------
 
     async def room(self) -> None:
-        """Wait until the engine reads what was written: nobody's body is read before that."""
-        await self._writable.wait()
+        """Wait until the engine reads what was written: nobody's body is read before that. Raises QueueFull where it
+        reads nothing for `STUCK_S`."""
+        if self._writable.is_set():
+            return
+        try:
+            async with asyncio.timeout(STUCK_S):
+                await self._writable.wait()
+        except TimeoutError:
+            raise QueueFull("the engine reads no requests", retry_after_s=1) from None
 
     def admit(self, request: Request) -> PendingTicket:
         """See `front.Door`."""

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from app.api import front_ends
 from app.api.server import serve
 from app.runtime.logs import make_log
 from app.runtime.metrics import Metrics
@@ -254,6 +255,27 @@ async def test_a_server_ends_although_its_front_ends_never_start():
         await server
     assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
     assert b"listening" not in log.getvalue()
+
+
+async def test_a_front_end_that_hangs_before_it_accepts_is_ended_and_tried_again(monkeypatch):
+    monkeypatch.setattr(front_ends, "START_S", 0.2)
+    processes, stop, log = [], asyncio.Event(), io.BytesIO()
+
+    def start(listener: int, engine: int) -> subprocess.Popen:
+        code = "import time; time.sleep(600)"
+        processes.append(subprocess.Popen([sys.executable, "-c", code], pass_fds=(listener, engine)))
+        return processes[-1]
+
+    settings = deployment(front_ends=1, drain_timeout_s=0.1)
+    server = asyncio.create_task(serve(FakeFront(), settings, Metrics(), make_log(log), start=start, stop=stop))
+    await until(lambda: len(processes) == 2 and b"listening" in log.getvalue())  # whoever connects waits
+    assert processes[0].returncode == -signal.SIGKILL
+    stop.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await server
+    events = [json.loads(line)["event"] for line in log.getvalue().splitlines()]
+    assert "front_end_failed" in events
+    assert "front_end_up" not in events
 
 
 async def test_a_front_end_that_fails_at_once_is_tried_again_less_and_less_often():
