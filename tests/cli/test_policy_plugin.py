@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from app.cli import compose as composition
 from app.cli.compose import Overrides, compose
 from app.policies.builtin import BUILT_IN
@@ -26,13 +28,13 @@ import json, sys
 import pytest
 from typer.testing import CliRunner
 from app.cli.main import app
-
-pytestmark = pytest.mark.slow
 root, tests, commands = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 passed = pytest.main(["-q", "-p", "no:cacheprovider", tests])
 results = [CliRunner().invoke(app, args) for args in commands]
 print(json.dumps([passed, [[one.exit_code, one.stdout, one.stderr] for one in results]]))
 """
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_example_is_installed_tested_explained_and_served_as_its_page_says(tmp_path, monkeypatch):

@@ -52,6 +52,7 @@ def until(true, what, seconds=100.0):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # two processes that import torch: seconds on an idle machine
 def test_an_export_ends_with_the_process_that_asked_for_it_however_that_ends(tmp_path):
     (tmp_path / "endless.py").write_text(ENDLESS)
@@ -76,6 +77,7 @@ class Nice(Toy):
         raise Rejected("bad_config", f"nice {os.nice(0)}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_an_export_gives_way_where_it_is_asked_for_beside_requests_and_hurries_at_a_start():
     own = os.nice(0)

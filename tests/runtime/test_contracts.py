@@ -351,6 +351,7 @@ def test_many_large_files_beside_a_contract_are_not_taken_apart(root, exports, m
 # ---- the process that exports --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # three processes that import torch: seconds on an idle machine
 def test_another_process_exports_what_is_only_known_there_by_its_module(tmp_path):
     root = support.write_root(tmp_path / "root", (4, 5))

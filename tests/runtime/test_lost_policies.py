@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests import support
 from tests.live_support import live_server
 
@@ -27,6 +29,7 @@ def vocab(status: dict, version: str) -> dict:
     return next(one for one in status["artifacts"] if (one["kind"], one["version"]) == ("vocab", version))
 
 
+@pytest.mark.slow
 async def test_a_vocab_that_takes_away_what_a_live_policy_reads_is_refused_until_the_policy_no_longer_does(tmp_path):
     root = support.write_root(tmp_path / "root", SIZES, catalogue(), POLICIES, extra=ATTRIBUTES)
     async with live_server(root) as server:
@@ -62,6 +65,7 @@ async def test_a_policy_that_was_killed_keeps_no_vocab_away(tmp_path):
         await server.settles(lambda status: status["active"]["vocab"]["version"] == "v2")
 
 
+@pytest.mark.slow
 async def test_a_deployment_that_the_default_policy_cannot_serve_under_is_taken_up_when_that_is_edited(tmp_path):
     late = HEAD + "steps: {all: {rank: score + 0.001 * attr.newest}}\n"
     root = support.write_root(tmp_path / "root", SIZES, catalogue(), {"base": late}, extra=ATTRIBUTES)

@@ -136,6 +136,7 @@ def _files(server) -> int:
     return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
 
 
+@pytest.mark.slow
 def test_when_the_engines_process_is_killed_front_ends_end_and_the_port_is_free(root):
     with serving(root) as server:
         server.ready()
@@ -154,6 +155,7 @@ def test_when_the_engines_process_is_killed_front_ends_end_and_the_port_is_free(
         assert [line for line in server.lines if line.get("event") == "raw"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_whole_group_ends_the_server_in_order(root, number):
     with serving(root, group=True) as server:

@@ -35,6 +35,7 @@ def test_a_port_that_is_taken_ends_the_server_with_what_to_do(tmp_path):
     assert "choose another admin_port with --admin-port or under [server] (0 = any free one" in line
 
 
+@pytest.mark.slow
 def test_without_a_single_inotify_watch_changes_are_found_by_looking(tmp_path):
     """Linux keeps the number of watches by user namespace, so a real one can be taken away from one process."""
     none = "echo 0 > /proc/sys/user/max_inotify_watches"
