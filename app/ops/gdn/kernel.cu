@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) replay(
 #endif
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c = lane & 3, quad = lane & ~3;
     const int stride = splits * GROUPS * 32, count = columns - first, beam = warp % 4 * 8 + (lane >> 2);
-    if (threadIdx.x == 0) barrier_make(barrier);
+    barrier_make(barrier);
 #if RING
     for (int item = blockIdx.x, phase = 0; item < items; item += gridDim.x, phase ^= 1) {
         const bool fresh = item == blockIdx.x;

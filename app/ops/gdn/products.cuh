@@ -40,8 +40,12 @@ __device__ __forceinline__ void wgmma(float (&u)[NT][4], u32 a0, u32 a1, u32 a2,
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 
+// Of all threads, once a block.
 __device__ __forceinline__ void barrier_make(u32 barrier) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
+    if (threadIdx.x == 0)
+        asm volatile("mbarrier.init.shared.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(barrier)
+                     : "memory");
+    __syncthreads();
 }
 
 // One thread asks for the state; a phase of the barrier completes when all of it is there.
