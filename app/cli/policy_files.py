@@ -92,13 +92,16 @@ class Deployed(NamedTuple):
         return Folder(kept.files), kept.name
 
 
-def deployed(root: Path) -> Deployed:
-    """The contract of a root's weights and the catalogue of its vocab. Raises BadDeployment, Rejected."""
+def deployed(root: Path, contract: Contract | None = None) -> Deployed:
+    """The contract of a root's weights and the catalogue of its vocab. Raises BadDeployment, Rejected.
+
+    contract: in the place of the one that the root has here
+    """
     deployment = read_deployment(root)
     vocabs = wishes(root, root / deployment.server.state_dir, "vocab").found
     vocab = load_vocab(vocabs[0].directory, deployment.sid.sizes) if vocabs else None
     catalogue = None if vocab is None else catalogue_of(vocab, side_data(vocab, deployment))
-    return Deployed(root, deployment, load_contract(root, deployment), catalogue, installed())
+    return Deployed(root, deployment, contract or load_contract(root, deployment), catalogue, installed())
 
 
 def write(texts: Folder, name: str, out: Path) -> None:

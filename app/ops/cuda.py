@@ -60,10 +60,14 @@ class Build(NamedTuple):
         """Of the source below app/ops: "attention/kernel.cu"."""
         return f"{self.source.parent.name}/{self.source.name}"
 
+    def options(self, arch: str = "") -> tuple[str, ...]:
+        """What NVRTC is given for an architecture ("sm_90"), as CuPy would; "" = without one that any device has."""
+        wanted = self.arch or arch
+        return (*options(dict(self.define)), *nvrtc.AS_CUPY, *((f"-arch={wanted}",) if wanted else ()))
+
     def compiled(self, arch: str) -> bytes:
-        """The cubin for an architecture ("sm_90"), as CuPy would make it. Raises nvrtc.CompileError, nvrtc.Missing."""
-        given = (*options(dict(self.define)), *nvrtc.AS_CUPY, f"-arch={self.arch or arch}")
-        return nvrtc.compiled(self.given + text(self.source), given)[0]
+        """The cubin for an architecture, as CuPy would make it. Raises nvrtc.CompileError, nvrtc.Missing."""
+        return nvrtc.compiled(self.given + text(self.source), self.options(arch))[0]
 
 
 @dataclass(frozen=True, slots=True)

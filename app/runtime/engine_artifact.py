@@ -1,15 +1,16 @@
 """A compiled engine on the disk (RecoGEM 4): engines/<id>/ with MANIFEST.json, engine.json and one cubin a module.
 
-engine.json says what the engine was made for and with (`Identity`), and which file is which module. The id is made from
-that, so that another torch, another driver's compiler or another contract is another engine. Cubins are NVIDIA's files,
-as NVRTC writes them; nothing here is in a format of our own. There is no part for torch.compile: the engine does not
-use it.
+engine.json says what the engine was made for and with (`Identity`), and which file is which module. What a contract
+needs must all be there, and must all have been made for just this; what policies add is found by its content, and where
+it is not there nothing is refused. The id is made from both, so that another torch, another compiler, another contract
+or another policy's expression is another engine. Cubins are NVIDIA's files, as NVRTC writes them; nothing here is in a
+format of our own. There is no part for torch.compile: the engine does not use it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 from app.core import Contract
 from app.engine.graphs import buckets, most_rows
-from app.errors import Rejected
+from app.errors import Rejected, counted
 from app.ops import nvrtc
 from app.ops.builds import GPUS, Needs, by_torch, needed, of_expressions, sources
 from app.ops.cuda import Build
@@ -56,48 +57,75 @@ class Identity(msgspec.Struct, frozen=True):
     sources: Mapping[str, str]
     plan: tuple[Step, ...]
 
-    @property
-    def id(self) -> str:
-        """The name of the engine: 12 hex digits of the SHA-256 over all of this as canonical JSON."""
-        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:12]
-
     def differences(self, here: Identity) -> Iterator[tuple[str, str]]:
         """Every field in which this is not `here`, with both values."""
         yield from _differences("", msgspec.to_builtins(self), msgspec.to_builtins(here))
 
 
-class Module(msgspec.Struct, frozen=True):
-    """One cubin: the file, its source, definitions, and the architecture where it is not the engine's."""
+class Module(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One cubin: the file, its source, definitions, the architecture where it is not the engine's, and the SHA-256 of
+    the lines that a policy puts before the source."""
 
     file: str
     source: str
     define: Mapping[str, int]
     arch: str = ""
+    given: str = ""
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The contents of engine.json."""
+    """The contents of engine.json. policies: the files that each of them added, by its name when this was made."""
 
     format: Literal[1]
     made_for: Identity
     modules: tuple[Module, ...]
+    policies: Mapping[str, tuple[str, ...]] = {}
+
+    @property
+    def id(self) -> str:
+        """What the engine must be called."""
+        return _id(self.made_for, self.added)
+
+    @property
+    def added(self) -> frozenset[str]:
+        """The files of modules that policies added."""
+        return frozenset(one.file for one in self.modules if one.given)
+
+    def has(self, builds: Iterable[Build]) -> tuple[Build, ...]:
+        """Those of some modules that are in it."""
+        files = {one.file for one in self.modules}
+        return tuple(one for one in builds if _module(one).file in files)
 
 
 class Engine(NamedTuple):
-    """What a deployment needs on an architecture: its identity here and now, and the modules."""
+    """What a deployment needs on an architecture: its identity here and now, the modules, and those that policies add,
+    by their names."""
 
     identity: Identity
     builds: tuple[Build, ...]
+    policies: Mapping[str, tuple[Build, ...]] = {}
+
+    @property
+    def id(self) -> str:
+        """What it is called."""
+        return _id(self.identity, {_module(one).file for one in self.added})
+
+    @property
+    def added(self) -> tuple[Build, ...]:
+        """The modules that policies add, once each."""
+        return tuple(dict.fromkeys(one for builds in self.policies.values() for one in builds))
 
 
-def of_contract(contract: Contract, arch: str) -> Engine:
-    """What a contract needs. Raises Rejected("unknown_arch")."""
+def of_contract(contract: Contract, arch: str, plans: Iterable[Plan] = ()) -> Engine:
+    """What a contract needs, and plans add. Raises Rejected("unknown_arch")."""
     if arch not in GPUS:
         known = ", ".join(GPUS)
         raise Rejected("unknown_arch", f"no kernels are made for {arch}; known: {known}", location="arch")
     builds = needed(_needs(contract), arch)
     digests = {_name(one): hashlib.sha256(one.read_bytes()).hexdigest() for one in sources(builds)}
-    return Engine(Identity(contract.id, arch, versions(), digests, _plan(contract)), builds)
+    added = {plan.policy: of_plans(contract, arch, [plan]) for plan in plans}
+    identity = Identity(contract.id, arch, versions(), digests, _plan(contract))
+    return Engine(identity, builds, {name: own for name, own in sorted(added.items()) if own})
 
 
 def left_to_torch(contract: Contract, arch: str) -> dict[str, str]:
@@ -106,14 +134,19 @@ def left_to_torch(contract: Contract, arch: str) -> dict[str, str]:
 
 
 def of_plans(contract: Contract, arch: str, plans: Iterable[Plan]) -> tuple[Build, ...]:
-    """The modules of the steps whose expressions the kernels compute: they belong to policies, not to an engine."""
-    steps: list[tuple[int, str, str]] = []
-    for plan in plans:
-        for shape, step in zip(contract.steps, plan.structure.steps, strict=True):
-            if step.generated is not None:
-                over = ("step", "given") if step.normalize == "full" else (step.normalize,)
-                steps += [(shape.codes, one, step.generated.definitions) for one in over]
-    return of_expressions(_needs(contract), arch, steps)
+    """The modules of the steps whose expressions the kernels compute."""
+    return of_expressions(_needs(contract), arch, [step for plan in plans for step in expressions(contract, plan)])
+
+
+def expressions(contract: Contract, plan: Plan) -> tuple[tuple[int, str, str], ...]:
+    """What the kernels compute of a plan's expressions: codes, what is normalised over, definitions. The same for plans
+    that share kernels; what a catalogue numbers (labels) is in the definitions."""
+    found: list[tuple[int, str, str]] = []
+    for shape, step in zip(contract.steps, plan.structure.steps, strict=True):
+        if step.generated is not None:
+            over = ("step", "given") if step.normalize == "full" else (step.normalize,)
+            found += [(shape.codes, one, step.generated.definitions) for one in over]
+    return tuple(found)
 
 
 def versions() -> dict[str, str]:
@@ -128,16 +161,18 @@ def versions() -> dict[str, str]:
 def build(root: Path, engine: Engine, made_by: str, threads: int = 1) -> Published:
     """Compile every module and publish ROOT/engines/<id>. Raises Rejected("version_exists" | "compile_failed" |
     "no_nvrtc")."""
-    name = engine.identity.id
+    name, builds = engine.id, (*engine.builds, *engine.added)
     check_free(root, "engine", name)
     with draft(root, "engine") as made, ThreadPoolExecutor(threads) as pool:
-        compiled = pool.map(lambda one: _compiled(one, engine.identity.arch), engine.builds)
+        compiled = pool.map(lambda one: _compiled(one, engine.identity.arch), builds)
         modules = []
-        for one, cubin in zip(engine.builds, compiled, strict=True):
+        for one, cubin in zip(builds, compiled, strict=True):
             module = _module(one)
             made.write(module.file, [cubin])
             modules.append(module)
-        text = msgspec.json.encode(Description(1, engine.identity, tuple(modules)), order="deterministic")
+        policies = {one: tuple(_module(build).file for build in own) for one, own in engine.policies.items()}
+        description = Description(1, engine.identity, tuple(modules), policies)
+        text = msgspec.json.encode(description, order="deterministic")
         made.write(FILE, [msgspec.json.format(text, indent=1) + b"\n"])
         return commit(made, "engine", name, made_by, {})
 
@@ -151,20 +186,22 @@ def read(directory: Path) -> Description:
         found = msgspec.json.decode(read_file(directory, FILE, manifest.files[FILE]), type=Description)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Rejected("engine_invalid", f"is no description of an engine: {error}", location=FILE) from error
-    if found.made_for.id != directory.name:
-        message = f"what it was made for makes the id {found.made_for.id}, not {directory.name}"
+    if found.id != directory.name:
+        message = f"what it was made for makes the id {found.id}, not {directory.name}"
         raise Rejected("engine_invalid", message, location=FILE)
     return found
 
 
 def check(found: Description, here: Engine) -> None:
-    """Raise Rejected("engine_mismatch") for an engine that is not the one for here, with a finding a difference."""
+    """Raise Rejected("engine_mismatch") for an engine that is not the one for here, with a finding a difference. What
+    policies add is no difference."""
     differences = [
         Rejected("engine_mismatch", message, location=f"{FILE}: made_for.{field}")
         for field, message in found.made_for.differences(here.identity)
     ]
-    if not differences and {one.file for one in found.modules} != {_module(one).file for one in here.builds}:
-        message = f"{len(found.modules)} modules, not the {len(here.builds)} that are needed here"
+    own, needed = {one.file for one in found.modules} - found.added, {_module(one).file for one in here.builds}
+    if not differences and own != needed:
+        message = f"{_names(needed - own)} missing, {_names(own - needed)} not needed here"
         differences = [Rejected("engine_mismatch", message, location=f"{FILE}: modules")]
     if differences:
         raise Rejected.together(differences)
@@ -222,9 +259,25 @@ def _compiled(one: Build, arch: str) -> bytes:
 
 
 def _module(one: Build) -> Module:
-    """The file of a build: named by source and definitions, so that the same build has the same name everywhere."""
-    key = hashlib.sha256(repr((one.name, one.define, one.arch)).encode()).hexdigest()[:12]
-    return Module(f"{one.name.replace('/', '-').removesuffix('.cu')}-{key}.cubin", one.name, dict(one.define), one.arch)
+    """The file of a build: named by all that it is compiled from, so that the same build has the same name everywhere.
+    The source's own text is the identity's."""
+    key = hashlib.sha256(repr((one.name, one.options(), one.given)).encode()).hexdigest()[:12]
+    file = f"{one.name.replace('/', '-').removesuffix('.cu')}-{key}.cubin"
+    given = hashlib.sha256(one.given.encode()).hexdigest() if one.given else ""
+    return Module(file, one.name, dict(one.define), one.arch, given)
+
+
+def _id(identity: Identity, added: Collection[str]) -> str:
+    """12 hex digits of the SHA-256 over an identity as canonical JSON, and over the files that policies added."""
+    whole = (identity, sorted(added)) if added else identity
+    return hashlib.sha256(msgspec.json.encode(whole, order="sorted")).hexdigest()[:12]
+
+
+def _names(files: Collection[str]) -> str:
+    few = sorted(files)[:2]
+    return (
+        f"{', '.join(few)} and {len(files) - len(few)} more" if len(files) > len(few) else " and ".join(few) or "none"
+    )
 
 
 def _name(source: Path) -> str:
@@ -260,6 +313,8 @@ def shown(found: Description) -> Sequence[tuple[str, object]]:
         ("contract", made.contract),
         ("architecture", made.arch),
         *made.versions.items(),
-        ("modules", len(found.modules)),
+        ("modules", len(found.modules) - len(found.added)),
+        ("modules of policies", len(found.added)),
+        *((f"policy {name}", counted(len(files), "module")) for name, files in sorted(found.policies.items())),
         *((f"rows of step {one.step}", f"{len(one.rows)} sizes up to {max(one.rows)}") for one in made.plan),
     )

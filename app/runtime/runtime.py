@@ -428,7 +428,7 @@ class Runtime:
             "kernels": active.engine.kernels if active else None,
             "by_torch": self._by_torch(active) if active else {},
             "active": _active(active) if active else None,
-            "engine": self._engines.document() if self._engines else None,
+            "engine": self._engines.document(active) if self._engines else None,
             "artifacts": [*([artifact.document() for artifact in loaded.artifacts] if loaded else []), *self.engines()],
             "policies": in_force.document(loaded.in_force, self._clock()) if loaded and loaded.in_force else {},
             "experiments": self._experiments(active) if active else {},
