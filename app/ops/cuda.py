@@ -61,7 +61,7 @@ class Build(NamedTuple):
         return f"{self.source.parent.name}/{self.source.name}"
 
     def options(self, arch: str = "") -> tuple[str, ...]:
-        """What NVRTC is given for an architecture ("sm_90"), as CuPy would; "" = without one that any device has."""
+        """What NVRTC is given for an architecture ("sm_90"), as CuPy would; for "" all but that."""
         wanted = self.arch or arch
         return (*options(dict(self.define)), *nvrtc.AS_CUPY, *((f"-arch={wanted}",) if wanted else ()))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -27,6 +28,7 @@ from app.ops.builds import GPUS, Needs, by_torch, needed, of_expressions, source
 from app.ops.cuda import Build
 from app.policies.plan import Plan
 from app.vocab.manifest import read_file, read_manifest
+from app.vocab.manifest import versions as versions_of
 from app.vocab.publish import Published, check_free, commit, draft
 
 FILE: Final = "engine.json"
@@ -159,12 +161,13 @@ def versions() -> dict[str, str]:
 
 
 def build(root: Path, engine: Engine, made_by: str, threads: int = 1) -> Published:
-    """Compile every module and publish ROOT/engines/<id>. Raises Rejected("version_exists" | "compile_failed" |
-    "no_nvrtc")."""
+    """Compile every module, but for those that an engine of the same identity has, and publish ROOT/engines/<id>.
+    Raises Rejected("version_exists" | "compile_failed" | "no_nvrtc")."""
     name, builds = engine.id, (*engine.builds, *engine.added)
     check_free(root, "engine", name)
+    known = _known(root, engine.identity, builds)
     with draft(root, "engine") as made, ThreadPoolExecutor(threads) as pool:
-        compiled = pool.map(lambda one: _compiled(one, engine.identity.arch), builds)
+        compiled = pool.map(lambda one: known.get(one) or _compiled(one, engine.identity.arch), builds)
         modules = []
         for one, cubin in zip(builds, compiled, strict=True):
             module = _module(one)
@@ -216,6 +219,17 @@ def cubins(directory: Path, builds: Iterable[Build]) -> dict[Build, bytes]:
         if file not in entries:
             raise Rejected("file_missing", "not listed in the manifest", location=file)
         found[one] = bytes(read_file(directory, file, entries[file]))
+    return found
+
+
+def _known(root: Path, identity: Identity, builds: Sequence[Build]) -> dict[Build, bytes]:
+    """What engines beside have of some modules: another policy costs its own kernels and no others."""
+    found: dict[Build, bytes] = {}
+    for one in versions_of(root, "engine"):
+        with suppress(Rejected, OSError):  # whoever serves with it says why
+            description = read(one.directory)
+            if description.made_for == identity:
+                found |= cubins(one.directory, description.has([build for build in builds if build not in found]))
     return found
 
 

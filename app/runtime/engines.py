@@ -19,6 +19,7 @@ from app.policies.plan import Plan
 from app.runtime import engine_artifact
 from app.runtime.engine_artifact import Engine
 from app.runtime.logs import Log
+from app.runtime.memory import EXHAUSTED
 from app.runtime.metrics import Metrics
 from app.runtime.snapshot import Snapshot
 from app.runtime.states import State
@@ -48,7 +49,7 @@ class Engines:
 
     def prepare(self, contract: Contract, device: torch.device) -> None:
         """Have every kernel of a contract on a device: from an engine made for just this, else compiled, which takes a
-        minute the first time. Does nothing where our kernels do not run."""
+        minute the first time. Does nothing where our kernels do not run. Raises Rejected("kernels_failed")."""
         with self._lock:
             if (contract.id, device) in self._used or cuda.unfit(device) is not None:
                 return
@@ -63,7 +64,14 @@ class Engines:
                     break
             else:
                 began = time.monotonic()
-                made = cuda.ready(engine.builds, device)
+                try:
+                    made = cuda.ready(engine.builds, device)
+                except EXHAUSTED:
+                    raise
+                except Exception as error:  # whatever CuPy has against a source
+                    self._log.error("kernels_failed", contract=contract.id, exc_info=error)
+                    message = f"{type(error).__name__}: {error}"[:500]
+                    raise Rejected("kernels_failed", message, location=f"contract {contract.id}") from error
                 seconds = round(time.monotonic() - began, 3)
                 self._log.info("kernels_compiled", contract=contract.id, modules=made, seconds=seconds)
             self._used[contract.id, device] = used

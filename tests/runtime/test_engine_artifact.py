@@ -178,3 +178,32 @@ def test_an_engine_of_a_policy_does_not_depend_on_where_the_sources_lie(contract
 def test_an_unknown_architecture_is_refused_with_the_known_ones(contract):
     with pytest.raises(Rejected, match="known: sm_80"):
         engine_artifact.of_contract(contract, "sm_70")
+
+
+def test_another_policy_costs_its_own_kernels_only_and_the_engine_is_the_same_as_one_made_alone(
+    contract, tmp_path, monkeypatch
+):
+    one, other = plan(contract, "score: parent + 0.5 * logp", "one"), plan(contract, "rank: score * 2", "other")
+    built(tmp_path / "a", contract, one)
+    alone = built(tmp_path / "b", contract, one, other)
+    compiled, real = [], Build.compiled
+    monkeypatch.setattr(Build, "compiled", lambda build, arch: compiled.append(build) or real(build, arch))
+    beside = built(tmp_path / "a", contract, one, other)
+    assert set(compiled) == set(engine_artifact.of_plans(contract, "sm_90", [other]))
+    assert {file.name: file.read_bytes() for file in alone.iterdir()} == {
+        file.name: file.read_bytes() for file in beside.iterdir()
+    }
+
+
+def test_nothing_is_taken_from_an_engine_that_is_damaged_or_was_made_with_something_else(
+    contract, tmp_path, monkeypatch
+):
+    engine = engine_artifact.of_contract(contract, "sm_90")
+    file = next(built(tmp_path, contract).glob("attention-*.cubin"))
+    assert len(engine_artifact._known(tmp_path, engine.identity, engine.builds)) == len(engine.builds)
+    file.write_bytes(file.read_bytes()[::-1])
+    assert engine_artifact._known(tmp_path, engine.identity, engine.builds) == {}
+    monkeypatch.setattr(engine_artifact, "versions", lambda: {**VERSIONS, "nvrtc": "12.0"})
+    elsewhere = engine_artifact.of_contract(contract, "sm_90", [plan(contract, "rank: score * 2")])
+    built(tmp_path, contract)
+    assert engine_artifact._known(tmp_path, engine.identity, elsewhere.builds) == {}

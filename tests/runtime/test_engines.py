@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from app.cli.contract import contract_on_gpu
 from app.cli.main import app
+from app.errors import Rejected
 from app.runtime import engine_artifact
 from app.runtime.engines import Engines
 from app.runtime.logs import make_log
@@ -356,6 +357,17 @@ def test_two_contracts_have_an_engine_each_and_neither_is_called_refused(contrac
     assert [server.shown(one)["artifact"] for one in (contract, other)] == names
     assert server.states == dict.fromkeys(names, "active")
     assert gpu.compiled == 0
+
+
+def test_a_contract_whose_kernels_do_not_compile_is_refused_with_the_compilers_words(contract, tmp_path, gpu):
+    gpu.refuse, server = "", Server(tmp_path)
+    with pytest.raises(Rejected, match="no such function") as refused:
+        server.engines.prepare(contract, CPU)
+    assert (refused.value.code, refused.value.location) == ("kernels_failed", f"contract {contract.id}")
+    assert server.events == ["kernels_failed"]
+    gpu.refuse = "nothing of the kind"
+    server.starts(contract)
+    assert server.events == ["kernels_failed", "kernels_compiled"]
 
 
 # ---- whole servers ----------------------------------------------------------------------------------------------
