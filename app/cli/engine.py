@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,10 @@ def build(
     arch: Arch = "sm_90",
     weights: Weights = None,
     precision: Given = None,
+    policies: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, file_okay=False, help="A folder of policies besides ROOT's: what is to go live next"),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Compile every kernel of the contract and of ROOT/policies into ROOT/engines/<id>. Needs NVRTC and no GPU; takes a
@@ -47,15 +52,15 @@ def build(
     that is edited afterwards is no reason to refuse it: the server compiles what is new beside the requests.
     """
     contract = contract_on_gpu(root, weights, precision)
-    wanted = engine_artifact.of_contract(contract, arch, _plans(root, contract))
+    wanted = engine_artifact.of_contract(contract, arch, _plans(root, contract, policies or ()))
     for package, version in wanted.identity.versions.items():
         if version == engine_artifact.NONE:
             say(f"{package} is not installed here: a server that has it will not take this engine")
     modules, made = len(wanted.builds) + len(wanted.added), _make(root, wanted)
     if as_json:
-        policies = {one: len(builds) for one, builds in wanted.policies.items()}
+        added = {one: len(builds) for one, builds in wanted.policies.items()}
         print_json({
-            "engine": wanted.id, "contract": contract.id, "arch": arch, "modules": modules, "policies": policies,
+            "engine": wanted.id, "contract": contract.id, "arch": arch, "modules": modules, "policies": added,
             "made": made,
         })  # fmt: skip
     else:
@@ -111,14 +116,17 @@ def check(
         raise typer.Exit(1)
 
 
-def _plans(root: Path, contract: Contract) -> tuple[Plan, ...]:
-    """Of the policies that a server of the root has in force; those with errors are named."""
-    policies = deployed(root, contract).in_force()
-    for name, one in sorted(policies.policies.items()):
-        if one.errors:
-            instead = "its last good text counts" if one.plan else "it adds nothing"
-            say(f"policy {name} has errors, which `widebeam policy check` shows: {instead}")
-    return policies.plans()
+def _plans(root: Path, contract: Contract, folders: Iterable[Path] = ()) -> tuple[Plan, ...]:
+    """Of the policies that a server of the root has in force, and of other folders; those with errors are named."""
+    on = deployed(root, contract)
+    found: list[Plan] = []
+    for policies in (on.in_force(), *map(on.folder, folders)):
+        for name, one in sorted(policies.policies.items()):
+            if one.errors:
+                instead = "its last good text counts" if one.plan else "it adds nothing"
+                say(f"policy {name} has errors, which `widebeam policy check` shows: {instead}")
+        found += policies.plans()
+    return tuple(found)
 
 
 def _make(root: Path, wanted: Engine) -> bool:

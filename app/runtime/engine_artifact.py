@@ -125,9 +125,11 @@ def of_contract(contract: Contract, arch: str, plans: Iterable[Plan] = ()) -> En
         raise Rejected("unknown_arch", f"no kernels are made for {arch}; known: {known}", location="arch")
     builds = needed(_needs(contract), arch)
     digests = {_name(one): hashlib.sha256(one.read_bytes()).hexdigest() for one in sources(builds)}
-    added = {plan.policy: of_plans(contract, arch, [plan]) for plan in plans}
-    identity = Identity(contract.id, arch, versions(), digests, _plan(contract))
-    return Engine(identity, builds, {name: own for name, own in sorted(added.items()) if own})
+    added: dict[str, tuple[Build, ...]] = {}
+    for plan in sorted(plans, key=lambda one: one.policy):
+        if own := of_plans(contract, arch, [plan]):  # of two by one name both are wanted
+            added[plan.policy] = tuple(dict.fromkeys((*added.get(plan.policy, ()), *own)))
+    return Engine(Identity(contract.id, arch, versions(), digests, _plan(contract)), builds, added)
 
 
 def left_to_torch(contract: Contract, arch: str) -> dict[str, str]:

@@ -145,3 +145,15 @@ def test_an_engine_or_an_architecture_that_is_not_there_is_named(root):
         CliRunner().invoke(app, ["engine", "show", "nothing", "--root", str(root)], catch_exceptions=False)
     with pytest.raises(Exception, match="no kernels are made for sm_70"):
         CliRunner().invoke(app, ["engine", "build", "--root", str(root), "--arch", "sm_70"], catch_exceptions=False)
+
+
+def test_build_takes_policies_that_are_to_go_live_next(with_policies, tmp_path):
+    now = json.loads(run("build", "--root", with_policies, "--json")[1])
+    (tmp_path / "next").mkdir()
+    (tmp_path / "next" / "weighted.yaml").write_text(WEIGHTED.format(0.75))
+    then = json.loads(run("build", "--root", with_policies, "--policies", tmp_path / "next", "--json")[1])
+    assert then["policies"] == {**now["policies"], "weighted": 2 * now["policies"]["weighted"]}
+    assert run("check", then["engine"], "--root", with_policies, "--complete")[0] == 0
+    (tmp_path / "next" / "weighted.yaml").replace(with_policies / "policies" / "weighted.yaml")
+    assert run("check", then["engine"], "--root", with_policies, "--complete")[0] == 0
+    assert run("check", now["engine"], "--root", with_policies, "--complete")[0] == 1
