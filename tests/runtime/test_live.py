@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import threading
+import time
 from statistics import median
 
 import pytest
@@ -473,8 +474,11 @@ async def test_a_post_does_not_bring_back_what_the_file_listed_before(tmp_path, 
         real = switch.post
 
         def post(*names):
-            found = real(*names)
-            switch._listed = frozenset({"p"})  # read while the post comes back from its thread
+            found, end = real(*names), time.monotonic() + PATIENCE_S
+            (server.root / "policies" / "KILL").write_text("p\n")
+            while switch._listed != {"p"}:  # read while the post comes back from its thread
+                assert time.monotonic() < end
+                time.sleep(0.005)
             return found
 
         monkeypatch.setattr(switch, "post", post)
