@@ -16,6 +16,7 @@ from typing import Final
 
 from app.config import DEPLOYMENT, Deployment, read_overlay
 from app.errors import Rejected
+from app.runtime.audit import Audit
 from app.runtime.background import Background
 from app.runtime.contracts import Contracts
 from app.runtime.desired import PIN, Ask, Chosen, Option, choose, usable
@@ -33,7 +34,7 @@ from app.runtime.stage import BY_POLICIES, HEAVY, IN_MEMORY, Stage
 from app.runtime.states import State
 from app.runtime.status import Reason, unfinished
 from app.runtime.survey import Candidate, Survey, survey
-from app.vocab.manifest import Kind, verify
+from app.vocab.manifest import Kind, version_key
 
 PERIOD_S: Final = 5.0
 QUIET_S: Final = 0.2
@@ -68,6 +69,7 @@ class ArtifactUpdates:
         self._deployment, self._began = deployment, read_overlay(root)
         self._policies, self._ledger, self._log = policies, ledger, log
         self._background = Background("artifacts", heavy=True)
+        self._audit = Audit(self._audited)
         self._survey: Survey | None = None
         self._settled: tuple[str, object, object] = ("", None, None)  # a survey, and what served when it was done with
         self._refused: dict[tuple[Kind, str], str] = {}
@@ -81,6 +83,7 @@ class ArtifactUpdates:
 
     def close(self) -> None:
         """End the threads."""
+        self._audit.close()
         self._background.close()
         self.stage.close()
 
@@ -91,6 +94,12 @@ class ArtifactUpdates:
     # ---- following the disk ------------------------------------------------------------------------------------
 
     async def run(self, hint: asyncio.Event) -> None:
+        """Follow the disk, and look at the files of what is in memory beside that."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._audit.run(hint))
+            await self._follow(hint)
+
+    async def _follow(self, hint: asyncio.Event) -> None:
         """Look after every hint, and every five seconds whatever hints say. A bug of ours is logged, and it goes on."""
         while True:
             try:
@@ -109,7 +118,7 @@ class ArtifactUpdates:
         """Bring what serves up to what the disk asks for."""
         while True:
             seen = await self._still_survey()
-            await self._look(seen)
+            self._look(seen)
             self._try_again(seen)
             await self._keep_contract()
             edition = self._policies.edition
@@ -202,13 +211,23 @@ class ArtifactUpdates:
         return Want(chosen.weights, chosen.vocab, self._overlay.deployment)
 
     def _options(self, seen: Survey, kind: Kind, ask: Mapping[Kind, str]) -> tuple[Option, ...]:
-        """Usable versions of a kind, newest first. What is in memory counts although its files may be gone or bad."""
+        """Usable versions of a kind, newest first. What serves keeps its place although its files may be gone or bad,
+        what else is in memory comes last then. What has come in the place of one, under its name, counts once it was
+        looked at."""
+        serving = self.stage.serving
+        residents = sorted(self.stage.residents, key=lambda one: one is not serving)
+        resting = [one.weights if kind == "weights" else one.vocab for one in residents]
+        digests, doubted = {option.digest for option in resting}, self._audit.pending
         refused = {version for known, version in self._refused if known == kind}
-        found = list(usable(seen.candidates[kind], ask.get(kind), refused))
-        for resident in self.stage.residents:
-            option = resident.weights if kind == "weights" else resident.vocab
+        found = [
+            option
+            for option in usable(seen.candidates[kind], ask.get(kind), refused)
+            if (kind, option.version) not in doubted or option.digest in digests
+        ]
+        for resident, option in zip(residents, resting, strict=True):
             if option.digest not in {one.digest for one in found} and ask.get(kind) in {None, option.version}:
-                found.append(option)
+                newer = [one for one in found if version_key(one.version) >= version_key(option.version)]
+                found.insert(len(newer) if resident is serving else len(found), option)
         return tuple(found)
 
     def _serves(self, want: Want) -> bool:
@@ -217,9 +236,10 @@ class ArtifactUpdates:
 
     # ---- what the disk says, written down ------------------------------------------------------------------------
 
-    async def _look(self, seen: Survey) -> None:
+    def _look(self, seen: Survey) -> None:
         """Bring ledger, overlay and refusals up to a survey."""
         known, self._survey = self._survey, seen
+        self._drop_doubts()
         if known is None or known.deployment != seen.deployment:
             self._retries.forget(DEPLOYMENT)
             self._look_at_overlay(seen)
@@ -229,9 +249,10 @@ class ArtifactUpdates:
             for version, one in there.items():
                 if version not in before or before[version].fingerprint != one.fingerprint:
                     self._retries.forget((kind, version))
-                    await self._look_at(kind, one, first=known is None)
+                    self._look_at(kind, one, first=known is None)
             for version in set(self._ledger.versions(kind)) - set(there):
                 self._refused.pop((kind, version), None)
+                self._audit.drop(kind, version)
                 self._retries.forget((kind, version))
                 if self._ledger.state(kind, version) not in IN_MEMORY:
                     self._ledger.forget(kind, version)
@@ -246,12 +267,12 @@ class ArtifactUpdates:
             self._apart.clear()
         self._say_overlay()
 
-    async def _look_at(self, kind: Kind, one: Candidate, *, first: bool) -> None:
+    def _look_at(self, kind: Kind, one: Candidate, *, first: bool) -> None:
         """A version is new, or its files have changed. first: nothing was known before but what the start has seen."""
         state = self._ledger.state(kind, one.version)
         if state in IN_MEMORY and state is not None:
             if not first:
-                await self._look_at_served(kind, one, state)
+                self._doubt(kind, one)
             self._learn_requires(kind, one)
             return
         if first and state is State.REJECTED:
@@ -267,20 +288,32 @@ class ArtifactUpdates:
         elif one.manifest is None:
             self._ledger.move(kind, one.version, State.INCOMPLETE, reason=unfinished(kind, one.version))
 
-    async def _look_at_served(self, kind: Kind, one: Candidate, state: State) -> None:
+    def _doubt(self, kind: Kind, one: Candidate) -> None:
         """The files of a version in memory have changed. What serves is the process's own copy and goes on."""
-        problem = one.problem
-        if problem is None and one.manifest is not None:
-            problem = await self._background.run(lambda: _problem(one, kind))
-        reason = None
-        if problem is not None or one.manifest is None:
-            what = str(problem) if problem is not None else "the manifest is gone"
-            reason = Reason(
-                "changed_on_disk", f"what is in memory serves on; on the disk: {what}", f"{kind}/{one.version}"
-            )
+        if one.manifest is not None:
+            self._audit.doubt(kind, one)
+            return
+        self._audit.drop(kind, one.version)
+        self._audited(kind, one, one.problem or Rejected("manifest_missing", "the manifest is gone"))
+
+    def _drop_doubts(self) -> None:
+        """What has left memory is a version on the disk like any other, which whoever loads it looks at."""
+        for kind, version in self._audit.pending:
+            if self._ledger.state(kind, version) not in IN_MEMORY:
+                self._audit.drop(kind, version)
+                self._refused.pop((kind, version), None)
+
+    def _audited(self, kind: Kind, one: Candidate, problem: Rejected | None) -> None:
+        """Whether the files of a version in memory are good is known now, and with that which versions can be used."""
+        self._refused.pop((kind, one.version), None)
+        self._settled = ("", *self._settled[1:])
+        state, reason = self._ledger.state(kind, one.version), None
+        if state is None or state not in IN_MEMORY:  # it has left meanwhile: whoever loads it again will see
+            return
+        if problem is not None:
+            message = f"what is in memory serves on; on the disk: {problem}"
+            reason = Reason("changed_on_disk", message, f"{kind}/{one.version}")
             self._refused[kind, one.version] = one.fingerprint
-        else:
-            self._refused.pop((kind, one.version), None)
         self._ledger.move(kind, one.version, state, reason=reason)
 
     def _learn_requires(self, kind: Kind, one: Candidate) -> None:
@@ -422,11 +455,3 @@ def _cause(seen: Survey) -> str:
     if not seen.ask:
         return "newest"
     return "pin" if seen.asked_by == f"state/{PIN}" else "release"
-
-
-def _problem(one: Candidate, kind: Kind) -> Rejected | None:
-    try:
-        verify(one.found.directory, kind)
-    except Rejected as error:
-        return error.bare()
-    return None

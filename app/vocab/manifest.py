@@ -152,10 +152,16 @@ def read_manifest(directory: Path, kind: AnyKind) -> Manifest:
     return manifest
 
 
-def verify(directory: Path, kind: AnyKind, which: Callable[[str], bool] = lambda _: True) -> Manifest:
+def verify(
+    directory: Path,
+    kind: AnyKind,
+    which: Callable[[str], bool] = lambda _: True,
+    between: Callable[[], None] = lambda: None,
+) -> Manifest:
     """`read_manifest`, and the digests of its files. Raises Rejected("file_digest") with the file.
 
-    which  whether a file is looked at here; others are hashed by whoever reads them
+    which    whether a file is looked at here; others are hashed by whoever reads them
+    between  called before each `CHUNK`: whoever has had enough raises there
     """
     manifest = read_manifest(directory, kind)
     for name, entry in sorted(manifest.files.items()):
@@ -163,8 +169,10 @@ def verify(directory: Path, kind: AnyKind, which: Callable[[str], bool] = lambda
             continue
         digest = hashlib.sha256()
         with _opened(directory, name) as descriptor:
+            between()
             while chunk := os.read(descriptor, CHUNK):
                 digest.update(chunk)
+                between()
         _check_digest(name, entry, digest.hexdigest())
     return manifest
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from app.errors import Rejected
+from app.vocab import manifest as manifest_module
 from app.vocab.manifest import is_version, read_file, read_manifest, verify, version_key, versions
 from app.vocab.publish import commit, draft, next_version
 
@@ -119,6 +120,22 @@ def test_a_fault_is_refused_twice_with_its_place(name: str, version: Path) -> No
         with pytest.raises(Rejected) as caught:
             verify(version, "weights")
         assert (caught.value.code, caught.value.location) == (code, location), caught.value.message
+
+
+def test_whoever_has_had_enough_of_a_look_ends_it_in_the_middle_of_a_file(version: Path, monkeypatch) -> None:
+    monkeypatch.setattr(manifest_module, "CHUNK", 1)
+    size, left = sum(entry.size for entry in verify(version, "weights").files.values()), [0]
+
+    def enough() -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyError
+
+    verify(version, "weights", between=enough)
+    assert -left[0] > size
+    left[0] = size // 2
+    with pytest.raises(KeyError):
+        verify(version, "weights", between=enough)
 
 
 def test_a_file_whose_name_is_no_text_is_refused_in_words_that_can_be_written_down(version: Path) -> None:
