@@ -20,6 +20,8 @@ from tests.gpu.alike import POLICIES, USERS, K, root_of
 from tests.served.process import serving
 
 COUNTER = "widebeam_kernel_compilations_total"
+ASKED = (*POLICIES, "rewatch", "weighted")
+"""The last two have kernels of their own."""
 
 
 def widebeam(*arguments: object) -> dict:
@@ -32,19 +34,23 @@ def widebeam(*arguments: object) -> dict:
 
 def asked(server):
     """Answers under every policy, alone and many at once."""
-    return [server.items(*user["history"], k=K, policy=policy) for user in USERS for policy in POLICIES]
+    return [server.items(*user["history"], k=K, policy=policy) for user in USERS for policy in ASKED]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """The demo, in bfloat16."""
-    return root_of(tmp_path_factory.mktemp("root"), "bfloat16")
+    """The demo, in bfloat16, with a policy more."""
+    made = root_of(tmp_path_factory.mktemp("root"), "bfloat16")
+    text = "widebeam: 1\nextends: base\nsteps:\n  all:\n    score: parent + 0.8 * logp\n"
+    (made / "policies" / "weighted.yaml").write_text(text)
+    return made
 
 
 @pytest.fixture(scope="module")
 def engine(root):
     found = widebeam("engine", "build", "--root", root)
     assert found["made"]
+    assert set(found["policies"]) == {"rewatch", "weighted"}
     return found
 
 
@@ -53,7 +59,9 @@ def test_a_server_with_its_engine_compiles_nothing(root, engine):
         server.ready()
         asked(server)
         status = server.status()
-        assert status["engine"] == {"artifact": engine["engine"], "compilations": 0}
+        assert (status["engine"]["artifact"], status["engine"]["compilations"]) == (engine["engine"], 0)
+        taken = {name: shown["from_artifacts"] for name, shown in status["engine"]["policies"].items()}
+        assert taken == engine["policies"]
         assert server.metric(COUNTER) == 0
         [shown] = [one for one in status["artifacts"] if one["kind"] == "engine"]
         assert (shown["version"], shown["state"]) == (engine["engine"], "active")
@@ -71,6 +79,30 @@ def test_a_server_without_an_engine_compiles_before_it_is_ready_and_answers_the_
         assert asked(server) == expected
         assert server.metric(COUNTER) == made
         assert server.status()["engine"]["artifact"] is None
+
+
+def test_a_policy_that_is_edited_after_the_build_is_compiled_beside_and_the_status_says_so(root, engine, tmp_path):
+    live = tmp_path / "live"
+    shutil.copytree(root, live, ignore=shutil.ignore_patterns(".widebeam", "state"))
+    with serving(live, "--device", "cuda") as server:
+        server.ready()
+        asked(server)
+        text = (live / "policies" / "rewatch.yaml").read_text()
+        edited = live / "policies" / ".rewatch.tmp"
+        edited.write_text(text.replace("rank: score - where(", "rank: 2 * score - where("))
+        assert edited.read_text() != text
+        edited.replace(live / "policies" / "rewatch.yaml")
+
+        def shown():
+            return server.status()["engine"]["policies"]["rewatch"]
+
+        server.until(lambda: shown()["compiled"], "compiled beside", 120)
+        assert (shown()["from_artifacts"], shown()["missing"]) == (0, 0)
+        assert server.metric(COUNTER) == shown()["compiled"]
+        assert server.status()["engine"]["policies"]["weighted"]["compiled"] == 0
+        assert [line["policies"] for line in server.said("kernels_compiled")] == [["rewatch"]]
+        asked(server)
+        assert server.metric(COUNTER) == shown()["compiled"]
 
 
 def test_an_engine_of_another_compiler_is_refused_by_name_and_the_server_serves(root, engine, tmp_path):
