@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# A file of tests stays in one process. Many of them wait: three processes keep two cores busy.
+UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 ROOT ?= .
 
-.PHONY: help demo serve test unit lint test-console test-docker test-oracles test-kernels bench-cpu bench-vocab soak movielens clean
+.PHONY: help demo serve test unit lint style types test-slow test-console test-docker test-oracles test-kernels bench-cpu bench-vocab soak movielens clean
 
 help:
 	@echo "make demo          set up, start a server on this folder, recommend for three users, stop"
@@ -50,16 +52,26 @@ demo: $(VENV)/.base
 serve: $(VENV)/.base
 	@$(BIN)/widebeam serve --root $(ROOT)
 
-lint: $(VENV)/.dev
+style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-unit: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+types: $(VENV)/.dev
+	$(BIN)/mypy
 
-test: lint unit
+lint: style types
+
+unit: $(VENV)/.dev
+	$(UNIT)
+
+# Types are checked beside the tests, which leave a core idle now and then; what is found is said at the end.
+test: style
+	@mkdir -p build
+	@$(BIN)/mypy > build/types.txt 2>&1 & types=$$!; \
+	echo '$(UNIT)'; $(UNIT); unit=$$?; \
+	wait $$types; types=$$?; echo '$(BIN)/mypy'; cat build/types.txt; \
+	test $$unit = 0 && test $$types = 0
 
 test-slow: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --timeout 400
