@@ -8,12 +8,15 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.api import media, wire
 
 MAX_HEAD: Final = 64 * 1024
 """Most bytes of a request line and headers."""
+MAX_WAITING: Final = 100
+"""Most requests that wait on a connection for the answer to one before them. A few bytes of a client each, and a few
+thousand of ours."""
 FRAMING: Final = frozenset({b"content-length", b"transfer-encoding"})
 LINE: Final = 4
 """What a header line has beside its name and value."""
@@ -23,8 +26,8 @@ WHOLE: Final = "widebeam.whole"
 """Key of an ASGI scope: there once the whole body has been read from the socket, and nobody needs to wait for it."""
 
 
-class _TooLarge(Exception):
-    """The parser's callbacks saw more than `MAX_HEAD`."""
+class _TooMuch(Exception):
+    """The parser's callbacks saw more than `MAX_HEAD`, or than `MAX_WAITING`."""
 
 
 class Client:
@@ -52,10 +55,12 @@ class BoundedHead(HttpToolsProtocol):
     but HTTP/1.1, whatever else a client offers (some send `Upgrade: h2c` with every first request).
 
     A head is counted twice: as raw bytes while it is incomplete, since the parser keeps a long line for itself, and as
-    what the parser hands out, since a whole head of many short lines can come in one read.
+    what the parser hands out, since a whole head of many short lines can come in one read. Of a read that begins with
+    something else than this head, no raw bytes are counted: nobody says where the head begins in it.
 
     `head_timeout_s` bounds the time from a connection's start, or from a request's first byte, to the end of its
-    headers; between requests the keep-alive timeout rules.
+    headers; from an answer's end to the next request's first byte the keep-alive timeout rules, whatever else comes
+    meanwhile: empty lines, or the rest of a body that nobody wanted.
 
     Requests find the connection's `Client` in their scope: `receive` says that a client has left to whoever waits for
     it, which takes a task for each request.
@@ -67,9 +72,10 @@ class BoundedHead(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
         self._parsed_bytes = 0
-        self._in_head = False
+        self._in_head = self._mixed = False
         self._telling = False
         self._head_timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
         self._client = Client()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn's own
@@ -79,18 +85,23 @@ class BoundedHead(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop the timer with the connection, and tell whoever works for its client."""
+        """Drop the timers with the connection, and tell whoever works for its client."""
         self._end_head()
+        self._unset_keepalive_if_required()
+        if self._running is not None and not self._running.response_complete:  # uvicorn's own looks at the last one
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
         self._client.leave()
 
     def data_received(self, data: bytes) -> None:
         """Parse; then count what belongs to a head that is not complete yet."""
-        self._unset_keepalive_if_required()
+        self._mixed = False
         self._parse(data)
         if not self._in_head or self.transport.is_closing():
             return
-        self._head_bytes += len(data)
+        if not self._mixed:
+            self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD:
             self._refuse_large()
         elif self._head_timer is None:  # most heads come in one piece and need none
@@ -127,6 +138,9 @@ class BoundedHead(HttpToolsProtocol):
         """A request's first byte."""
         if self._telling:
             return
+        if len(self.pipeline) >= MAX_WAITING:
+            raise _TooMuch
+        self._unset_keepalive_if_required()
         super().on_message_begin()
         self.scope[CLIENT] = self._client  # type: ignore[typeddict-unknown-key]
         self._begin_head()
@@ -151,7 +165,13 @@ class BoundedHead(HttpToolsProtocol):
         if self._telling:
             return
         self._end_head()
+        self._mixed = True
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body."""
+        self._mixed = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """A request's last byte, but where the parser only thinks so: see `_stay`."""
@@ -162,17 +182,29 @@ class BoundedHead(HttpToolsProtocol):
         if not self.pipeline:  # a large body has paused it, and nobody may read on to see that the client leaves
             self.flow.resume_reading()
 
+    def on_response_complete(self) -> None:
+        """An answer's end; the next head may have begun before it."""
+        super().on_response_complete()
+        if self._in_head:
+            self._unset_keepalive_if_required()
+
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP, or too much of it."""
         if self._parsed_bytes > MAX_HEAD:
             self._refuse_large()
+        elif len(self.pipeline) >= MAX_WAITING:
+            self._refuse(400, "too_many_waiting", f"more than {MAX_WAITING} requests wait on this connection")
         else:
             self._refuse(400, "malformed_http", msg)
 
     def _count(self, size: int) -> None:
         self._parsed_bytes += size
         if self._parsed_bytes > MAX_HEAD:
-            raise _TooLarge
+            raise _TooMuch
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _begin_head(self) -> None:
         self._end_head()

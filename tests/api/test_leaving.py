@@ -131,6 +131,37 @@ async def test_a_body_that_came_at_once_leaves_nobody_deaf_to_its_client_s_leavi
     assert front.cancelled == front.admitted
 
 
+async def test_nothing_is_written_to_a_client_that_has_asked_twice_and_left(monkeypatch):
+    front, written = FakeFront(), []
+    connect, state = connections(front, io.BytesIO())
+    made, transport = connect()
+    monkeypatch.setattr(transport, "write", written.append)  # uvloop's transports would raise
+    made.data_received(HOLD + HOLD)
+    await until(lambda: front.admitted)
+    made.connection_lost(None)
+    await until(lambda: not state.tasks)
+    assert front.cancelled == front.admitted
+    assert written == []
+
+
+async def test_the_idle_time_of_a_connection_begins_after_a_request_that_has_begun():
+    front = FakeFront()
+    connect, _ = connections(front, io.BytesIO())
+    made, transport = connect()
+    made.data_received(HOLD)
+    await until(lambda: front.admitted)
+    made.data_received(b"GET /li")
+    front.release.set()
+    await until(lambda: made.cycle.response_complete)
+    assert made.timeout_keep_alive_task is None
+    made.data_received(b"vez HTTP/1.1\r\n\r\n")
+    await until(lambda: made.cycle.response_complete)
+    assert transport.written.count(b"HTTP/1.1 200") == 2
+    assert made.timeout_keep_alive_task is not None
+    made.connection_lost(ConnectionResetError())
+    assert made.timeout_keep_alive_task is None
+
+
 @pytest.mark.parametrize("asked", [HOLD[:-5], HOLD])
 async def test_a_request_that_is_cut_off_is_answered_and_given_up_wherever_it_waits(asked):
     front, log, metrics = FakeFront(), io.BytesIO(), Metrics()

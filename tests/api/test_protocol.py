@@ -3,7 +3,8 @@ import json
 
 import pytest
 
-from tests.api.support import GOLDEN, ask, connect, message, served
+from app.api.protocol import MAX_WAITING
+from tests.api.support import GOLDEN, ask, connect, message, served, until
 
 
 @pytest.mark.parametrize(
@@ -52,11 +53,54 @@ async def test_a_keep_alive_client_may_pause_longer_than_a_head_may_take():
             await asyncio.sleep(0.3)
 
 
-async def test_many_small_requests_in_one_read_are_no_large_head():
+PADDED = message(path="/livez", method="GET", x_padding="x" * 1_000)
+
+
+async def test_many_requests_in_one_read_are_no_large_head_wherever_it_ends():
     async with served() as server, connect(server.addresses.public) as client:
-        client.writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n" * 3000)
-        for _ in range(3000):
+        client.writer.write(PADDED * MAX_WAITING + PADDED[:500])  # a read of 100 KB, and the beginning of a head
+        assert (await client.reply()).status == 200
+        client.writer.write(PADDED[500:])
+        for _ in range(MAX_WAITING):
             assert (await client.reply()).status == 200
+
+
+async def test_a_body_and_the_beginning_of_the_next_head_in_one_read_are_no_large_head():
+    body = json.dumps({"context": {"tokens": [1] * 40_000}, "k": 1}).encode()
+    async with served() as server, connect(server.addresses.public) as client:
+        client.writer.write(message(body) + PADDED[:500])
+        assert (await client.reply()).status == 200
+        client.writer.write(PADDED[500:])
+        assert (await client.reply()).status == 200
+
+
+async def test_only_so_many_requests_wait_on_a_connection():
+    hold = message(json.dumps({"context": {"history": ["hold"]}, "k": 1}).encode())
+    async with served() as server:
+        async with connect(server.addresses.public) as client:
+            client.writer.write(hold + b"GET /livez HTTP/1.1\r\n\r\n" * 14_000)
+            reply = await client.reply()
+            assert (reply.status, reply.json()["error"]["code"]) == (400, "too_many_waiting")
+            assert await client.closed()
+        await until(server.requests)
+        assert [line["outcome"] for line in server.requests()] == ["cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "rest"),
+    [
+        (message(path="/livez", method="GET"), b"\r\n"),
+        (message(path="/livez", content_length="100"), b"x"),
+        (message(path="/livez", content_length=None, transfer_encoding="chunked"), b"5\r\nhe"),
+        (message(content_length=str(2**31)), b"x"),
+    ],
+)
+async def test_what_comes_after_an_answer_and_begins_no_request_holds_no_connection(request_, rest):
+    async with served(keep_alive_s=0.2) as server, connect(server.addresses.public) as client:
+        client.writer.write(request_)
+        assert (await client.reply()).status in {200, 405, 413}
+        client.writer.write(rest)
+        assert await client.closed()
 
 
 async def test_a_trailer_is_no_header():
