@@ -2,8 +2,8 @@
 logits are read, and no tensor of them is written.
 
 The text depends on the structure alone: parameters, widths and what requests say are read from a table, so that an edit
-of parameters compiles nothing and arms share a kernel. Of the operators of rows `min_p` and `epsilon` have such a form;
-those of requests, noise and the place among siblings have none.
+of parameters compiles nothing and arms share a kernel. Of the operators of rows `min_p` and `epsilon` have such a form,
+of the ways to select `top` and `stochastic`; those of requests and the place among siblings have none.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from app.policies.lower import MAX_PRODUCT, Scope, lower_condition, lower_number
 
 FLOORS = {"min_p": "add(best, {})", "epsilon": "{}"}
 """Operators of `keep` that leave what reaches a log-probability, by the row's largest, `best`, and that of their p."""
+DRAWN = {"gumbel": "RANK_GUMBEL", "uniform": "RANK_UNIFORM"}
+"""Names whose numbers the kernels draw, each where it is read, and what asks them to."""
+SELECTS = frozenset({"top", "stochastic"})
+"""Ways to select that have such a form."""
 _BINARY = {"+": "add", "-": "sub", "*": "mul", "/": "div"}
 _CALLS = {"min": "lesser", "max": "larger", "log": "log_of", "exp": "exp_of", "sqrt": "root", "abs": "size_of",
           "sigmoid": "sigmoid"}  # fmt: skip
@@ -36,11 +40,12 @@ class _NoForm(Exception):
 
 def generate(
     logits: Expr | None, keep: Sequence[tuple[str, Expr]], score: Expr, rank: Expr | None, scope: Scope, *,
-    normalized: bool,
+    normalized: bool, stochastic: bool = False,
 ) -> Generated | str:  # fmt: skip
     """The step's phases as C, or why there is none.
 
     logits, rank  None where they are `logit` and `score` · keep: operators, of FLOORS, and their p
+    stochastic    the way to select: its rank, which is handed on, is made of the score
     """
     if keep and logits is not None:
         return "keep works on changed logits"
@@ -55,12 +60,17 @@ def generate(
         lines.append(f"#define RANK_SCORE {text.number(score)}")
         if rank is not None:
             lines.append(f"#define RANK {text.number(rank)}")
+        if stochastic:
+            lines.append(f"#define RANK_DRAWN add(score, {text.draw('gumbel')})")
+            lines.append(f"#define RANK conditioned(drawn, top, {text.value('carry')})")
     except _NoForm as error:
         return str(error)
     if len(text.columns) > MOST_COLUMNS:
         return f"it reads {len(text.columns)} numbers of a candidate, and kernels {MOST_COLUMNS}"
     lines += [f"#define RANK_VALUES {len(text.values)}", f"#define RANK_COLUMNS {len(text.columns)}"]
-    return Generated("\n".join(lines) + "\n", tuple(text.values), tuple(text.columns))
+    lines += [f"#define {DRAWN[name]} 1" for name in text.drawn]
+    made = "\n".join(lines) + "\n"
+    return Generated(made, tuple(text.values), tuple(text.columns), noisy=bool(text.drawn), carries=stochastic)
 
 
 @dataclass
@@ -70,8 +80,9 @@ class _Text:
     scope: Scope
     values: list[str] = field(default_factory=list)
     columns: list[str] = field(default_factory=list)
+    drawn: list[str] = field(default_factory=list)
 
-    def number(self, node: Expr) -> str:  # noqa: PLR0911  one case a node type
+    def number(self, node: Expr) -> str:  # noqa: PLR0911, PLR0912  one case a node type
         """A number: one call an operation, in the written order."""
         known = lower_number(node, self.scope)
         if isinstance(known, np.float32):
@@ -79,6 +90,8 @@ class _Text:
         match node:
             case Name(name=name) if name in _OWN:
                 return name
+            case Name(name=name) if name in DRAWN:
+                return self.draw(name)
             case Name(name="prob"):
                 return "prob_of(logp)"
             case Name(name="width"):
@@ -146,6 +159,12 @@ class _Text:
         if name not in self.values:
             self.values.append(name)
         return f"value({self.values.index(name)})"
+
+    def draw(self, name: str) -> str:
+        """A number that is drawn, of DRAWN."""
+        if name not in self.drawn:
+            self.drawn.append(name)
+        return name
 
     def column(self, name: str) -> str:
         """A number of the candidate."""

@@ -14,7 +14,7 @@ from app.policies.check_types import bind, bounds, constant, dependence
 from app.policies.expr import Argument, Binary, Expr, Field, Name, OneOf, Operation, show, walk
 from app.policies.expr import Compare as Comparison
 from app.policies.facts import Facts
-from app.policies.generate import FLOORS, generate
+from app.policies.generate import FLOORS, SELECTS, generate
 from app.policies.generated import Generated
 from app.policies.groups import group_of, keys_of
 from app.policies.lower import Scope, lower_condition, lower_number
@@ -101,7 +101,7 @@ def _generated(parts: Parts, phases: Mapping[str, Resolved], scope: Scope) -> Ge
     operators = {"prune": not _heads(parts), "quota": parts.caps or parts.floors}
     more = [word for word, given in operators.items() if given]
     more = [one.op for one in keep if one.op not in FLOORS] + more
-    if parts.select.name != "top":
+    if parts.select.name not in SELECTS:
         more.append(parts.select.name)
     if more:
         return f"{' and '.join(more)} {'work' if len(more) > 1 else 'works'} on all ranks"
@@ -114,6 +114,7 @@ def _generated(parts: Parts, phases: Mapping[str, Resolved], scope: Scope) -> Ge
         rank if parts.rank is not None else None,
         scope,
         normalized=parts.normalize != "none",
+        stochastic=parts.select.name == "stochastic",
     )
 
 

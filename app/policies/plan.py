@@ -106,7 +106,8 @@ class StepProgram:
               all of them. Without `generated`, score and rank are parent + logp of the model's own logits (classes R
               and L): selection from the logits themselves (`app.ops.selection.select_logits`) gives what `run` and the
               best K of its ranks give
-    generated score and rank as the kernels compute them (`app.ops.selection.select_ranked`), close to those of `run`
+    generated score and rank as the kernels compute them (`app.ops.selection.select_ranked`), close to those of `run`;
+              what a survivor `carries` then comes with it
     after     given with `legal` where survivors are pruned by scores after they were taken: of the inputs of rows, the
               survivors' scores [M], those of the first of their requests [M], and their rows [M]: who stays, [M] bool
     unfit     why there is neither, for `explain`

@@ -169,13 +169,15 @@ class Selection:
         whole = bool(own.columns) or program.masked or not program.children
         inputs = self._inputs(t, segment, output.logits, output, state, whole=whole)[0]
         values, columns = own.table(inputs, segment.structure.params), own.dense(inputs, children=program.children)
-        best, broken = select_ranked(
+        best, broken, rank = select_ranked(
             *_operands(segment, output, state),
             normalize=_over(segment, output),
-            ranked=Ranked(own.definitions, values, columns),
+            ranked=Ranked(own.definitions, values, columns, own.noise(inputs), own.carries),
             mask=self._mask(t, segment, output, state, inputs if whole else None),
             norm=_norm(segment, output),
         )
+        if own.carries:
+            self._carry.update(zip(segment.requests, torch.split(rank, list(segment.keep)), strict=True))
         survivors = self._chosen(t, segment, best, output, state)
         return survivors, best.bad.to(torch.int64), broken.sum(dtype=torch.int64)
 

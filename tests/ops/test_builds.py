@@ -107,11 +107,11 @@ def test_ranks_by_expressions_ask_for_what_their_policy_added(
         return
     assert not selection.ranked_ready(logits, starts, kept, **given)
     mask = torch.empty(n, (codes + 31) // 32 * 4, dtype=torch.uint8) if masked else None
-    chosen, broken = selection.select_ranked(
+    chosen, broken, rank = selection.select_ranked(
         logits, torch.empty(n), torch.empty(n, dtype=torch.int64), starts, kept, normalize=normalize, mask=mask,
         norm=torch.empty(n), ranked=selection.Ranked(text, torch.empty(n, 2), (torch.empty(n, codes),)),
     )  # fmt: skip
-    assert (len(chosen.code), len(broken)) == (requests * keep, n)
+    assert (len(chosen.code), len(broken), len(rank)) == (requests * keep, n, 0)
     needs = Needs(dtype, frozenset(), frozenset(), SIZES, WIDTH, BATCH)
     assert set(asked.builds) <= set(of_expressions(needs, arch, [(codes, normalize, text)]))
     with pytest.MonkeyPatch.context() as patch:

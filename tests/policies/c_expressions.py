@@ -11,10 +11,19 @@ import numpy.typing as npt
 Values = npt.NDArray[np.generic]
 _TOKEN = re.compile(r"\s*(0x[0-9a-f]+|[0-9]+\.?[0-9]*f?|[A-Za-z_][A-Za-z_0-9]*|\|\||&&|[<>=!]=|[-<>!?:(),])")
 ONE = np.float32(1)
+_MASK = np.uint64(0xFFFFFFFF)
+STREAMS = {"RANK_GUMBEL": ("gumbel", 0), "RANK_UNIFORM": ("uniform", 1)}
 
 
 def _divide(a: Values, b: Values) -> Values:
     return np.where(b == 0, np.float32(np.nan), a / b)
+
+
+def _conditioned(drawn: Values, top: Values, parent: Values) -> Values:
+    """Kool et al. 1903.06059, appendix B.3, in double precision."""
+    limit, x = np.float64(parent), np.float64(drawn)
+    u = limit - x + np.log1p(-np.exp(x - top))
+    return np.where(x > -np.inf, limit - np.maximum(u, 0) - np.log1p(np.exp(-np.abs(u))), -np.inf).astype(np.float32)
 
 
 FUNCTIONS: Mapping[str, Callable[..., Values]] = {
@@ -22,6 +31,7 @@ FUNCTIONS: Mapping[str, Callable[..., Values]] = {
     "lesser": np.minimum, "larger": np.maximum, "size_of": np.abs, "root": np.sqrt, "power": np.power,
     "exp_of": np.exp, "prob_of": np.exp,
     "log_of": lambda a: np.where(a > 0, np.log(a), np.float32(np.nan)), "sigmoid": lambda a: ONE / (ONE + np.exp(-a)),
+    "conditioned": _conditioned,
     "log_64": lambda a: np.log(np.float64(a)).astype(np.float32),
     "__int_as_float": lambda a: np.uint32(a).view(np.float32),
 }  # fmt: skip
@@ -102,6 +112,35 @@ def compute(text: str, names: Mapping[str, Values], values: list[Values], column
 def definitions(text: str) -> dict[str, str]:
     """What `#define` lines define."""
     return dict(line.split(" ", 2)[1:] for line in text.splitlines() if line.startswith("#define"))
+
+
+def noise(lines: Mapping[str, str], by: npt.NDArray[np.int64], code: npt.NDArray[np.int64]) -> dict[str, Values]:
+    """The names that kernels draw: by [n, 3] of `Generated.noise`, code [n, F]."""
+    seed, prefix, step = (one[:, None].view(np.uint64) for one in np.ascontiguousarray(by.T))
+    out: dict[str, Values] = {}
+    for flag, (name, stream) in STREAMS.items():
+        if flag not in lines:
+            continue
+        c0, c1, c2, c3 = code.astype(np.uint64), step + np.uint64(stream << 16), prefix & _MASK, prefix >> np.uint64(32)
+        k0, k1 = seed & _MASK, seed >> np.uint64(32)
+        for _ in range(10):  # Philox4x32-10
+            a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+            c0, c1, c2, c3 = (b >> np.uint64(32)) ^ c1 ^ k0, b & _MASK, (a >> np.uint64(32)) ^ c3 ^ k1, a & _MASK
+            k0, k1 = (k0 + np.uint64(0x9E3779B9)) & _MASK, (k1 + np.uint64(0xBB67AE85)) & _MASK
+        u = ((c0 >> np.uint64(9)).astype(np.float64) + 0.5) / 2**23
+        out[name] = (-np.log(-np.log(u)) if name == "gumbel" else u).astype(np.float32)
+    return out
+
+
+def rank_of(
+    lines: Mapping[str, str], names: Mapping[str, Values], values: list[Values], columns: list[Values],
+    allowed: npt.NDArray[np.bool_],
+) -> Values:  # fmt: skip
+    """RANK, where it is made of what the allowed candidates of a row drew, too."""
+    if "RANK_DRAWN" not in lines:
+        return compute(lines.get("RANK", "score"), names, values, columns)
+    drawn = np.where(allowed, compute(lines["RANK_DRAWN"], names, values, columns), np.float32(-np.inf))
+    return compute(lines["RANK"], {"drawn": drawn, "top": drawn.max(1, keepdims=True)}, values, columns)
 
 
 def stays(

@@ -8,8 +8,8 @@ import torch
 
 from app.policies.generated import Generated
 from app.policies.plan import Plan, StepInputs
-from tests.policies.batches import CATALOGUE, CONDITIONS, case
-from tests.policies.c_expressions import compute, definitions, stays
+from tests.policies.batches import CATALOGUE, CONDITIONS, case, with_gumbels
+from tests.policies.c_expressions import compute, definitions, noise, rank_of, stays
 from tests.policies.contracts import plan_of
 from tests.policies.test_choose import ON, PARAMS, policy
 
@@ -30,8 +30,13 @@ EXPRESSIONS = {
     "min_p": ["keep:", "  - min_p(param.p)"],
     "floors": ["keep:", "  - epsilon(0.3)", "  - min_p(0.9)", "rank: score - 0.5 * attr.age"],
     "same": ["score: parent + logp * 1"],
+    "noisy": ["rank: score + param.d * gumbel"],
+    "two kinds of noise": ["rank: where(uniform < 0.4, score, score - prior.popularity) + gumbel / (1 + uniform)"],
+    "stochastic": ["select: stochastic()"],
+    "stochastic of few": ["keep:", "  - min_p(0.3)", "score: parent + 0.5 * logp", "select: stochastic()"],
 }
 CLOSE = {"functions", "probable"}
+NORMED = {"stochastic": "valid", "stochastic of few": "valid"}
 
 
 def own(plan: Plan) -> Generated:
@@ -42,7 +47,8 @@ def own(plan: Plan) -> Generated:
 
 def step_inputs(plan: Plan, rng: np.random.Generator, c: int, f: int) -> StepInputs:
     """One request's random step, without bad logits."""
-    grid = case(rng, plan, 2, c, f, PARAMS).grid
+    whole = with_gumbels(case(rng, plan, 2, c, f, PARAMS), rng)
+    grid = whole.grid
     uses = plan.structure.steps[1].uses
     extra = {name: torch.from_numpy(value) for name, value in grid.extra.items() if name in uses}
     extra = {name: one[:, 0] if name.startswith(("user.", "ctx.")) else one for name, one in extra.items()}
@@ -59,6 +65,12 @@ def step_inputs(plan: Plan, rng: np.random.Generator, c: int, f: int) -> StepInp
         params=torch.tensor([[PARAMS[name] for name in plan.structure.params]] * rows).reshape(rows, -1),
         step=2,
         width=torch.full((rows,), float(grid.width)),
+        request=torch.zeros(rows, dtype=torch.int64),
+        order=torch.from_numpy(grid.order),
+        widths=(grid.width,),
+        prefix=torch.from_numpy(grid.prefix),
+        seed=torch.full((rows,), whole.seed),
+        carry=torch.from_numpy(grid.carry),
         extra=extra,
     )
 
@@ -66,7 +78,7 @@ def step_inputs(plan: Plan, rng: np.random.Generator, c: int, f: int) -> StepInp
 @pytest.mark.parametrize("mask", ["trie", "not blocked.ads"])
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_the_text_computes_what_the_program_does(name, mask):
-    plan = policy(*EXPRESSIONS[name], mask=mask)
+    plan = policy(*EXPRESSIONS[name], mask=mask, normalize=NORMED.get(name, "none"))
     program, made, rng = plan.structure.steps[1], own(plan), np.random.default_rng(7)
     for _ in range(20):
         c = int(rng.integers(2, 8))
@@ -74,7 +86,7 @@ def test_the_text_computes_what_the_program_does(name, mask):
         scored = program.run(inputs)
         lines = definitions(made.definitions)
         assert (int(lines["RANK_VALUES"]), int(lines["RANK_COLUMNS"])) == (len(made.values), len(made.columns))
-        assert lines["RANK_NORMED"] == "0"
+        assert lines["RANK_NORMED"] == str(int(name in NORMED))
         values = [one[:, None] for one in made.table(inputs, plan.structure.params).numpy().T]
         dense = made.dense(inputs, children=program.children)
         columns = [one.gather(1, inputs.code).numpy() for one in dense]
@@ -82,13 +94,20 @@ def test_the_text_computes_what_the_program_does(name, mask):
         names["logp"] = (
             compute(lines["RANK_LOGIT"], names, values, columns) if "RANK_LOGIT" in lines else names["logit"]
         )
-        names["score"] = compute(lines["RANK_SCORE"], names, values, columns)
-        rank = compute(lines.get("RANK", "score"), names, values, columns)
         shape = inputs.code.shape
-        score, rank = (np.broadcast_to(one, shape).astype(np.float32) for one in (names["score"], rank))
-        legal = program.legal(inputs) if program.legal else None
-        good = stays(lines, names, values, np.ones(shape, bool) if legal is None else legal.numpy())
-        good &= np.isfinite(score) & np.isfinite(rank)
+        found = program.legal(inputs) if program.legal else None
+        legal = np.ones(shape, bool) if found is None else found.numpy()
+        if name in NORMED:
+            over = torch.from_numpy(np.where(legal, names["logp"], np.float32(-np.inf)))
+            names["logp"] = names["logp"] - torch.logsumexp(over, 1, keepdim=True).numpy()
+        if made.noisy:
+            names |= noise(lines, made.noise(inputs).numpy(), inputs.code.numpy())
+        score = compute(lines["RANK_SCORE"], names, values, columns)
+        names["score"] = score = np.broadcast_to(score, shape).astype(np.float32)
+        good = stays(lines, names, values, legal) & np.isfinite(score)
+        rank = np.broadcast_to(rank_of(lines, names, values, columns, good), shape).astype(np.float32)
+        good &= np.isfinite(rank)
+        assert (scored.carry is not None) == made.carries
         assert np.array_equal(good, scored.rank.numpy() > -np.inf)
         same = np.testing.assert_allclose if name in CLOSE else np.testing.assert_array_equal
         tolerance = {"rtol": 1e-6, "atol": 1e-6} if name in CLOSE else {}
@@ -109,7 +128,7 @@ def test_an_edit_of_parameters_changes_no_text():
     ("lines", "why"),
     [
         (["rank: score - 0.3 * sibling"], "`sibling` is not computed inside the kernels"),
-        (["rank: score + gumbel"], "`gumbel` is not computed inside the kernels"),
+        (["rank: score + gumbel - sibling"], "`sibling` is not computed inside the kernels"),
         (["keep:", "  - top_k(2)"], "top_k works on all ranks"),
         (["prune:", "  - within_parent(1)", "quota:", "  - cap(parent, 2)"], "prune and quota work on all ranks"),
         (["prune:", "  - within(param.d)", "rank: score * 2"], "prune works on all ranks"),
@@ -125,6 +144,11 @@ def test_what_has_no_text_says_why(lines, why):
     assert step.generated is None
     assert step.legal is None
     assert step.unfit == why
+
+
+def test_a_sample_of_what_more_than_a_floor_leaves_has_no_text():
+    step = policy("keep:", "  - top_k(2)", "select: stochastic()", normalize="valid").structure.steps[1]
+    assert (step.generated, step.unfit) == (None, "top_k works on all ranks")
 
 
 def test_what_follows_the_logits_needs_no_text():

@@ -9,7 +9,7 @@ import torch
 from app.ops.selection import Chosen, sanitise, select_top
 from app.runtime import selection
 from tests import support
-from tests.policies.c_expressions import compute, definitions, stays
+from tests.policies.c_expressions import compute, definitions, noise, rank_of, stays
 
 SIZES = (4, 5, 6)
 HEAD = "widebeam: 1\nwidths: [4, 9, 14]\nsteps:\n  all:\n"
@@ -38,6 +38,9 @@ EXPRESSIONS = {
     "likely enough": "    normalize: step\n    keep:\n      - min_p(0.4)\n      - epsilon(0.05)\n",
     "near": "    normalize: full\n    score: parent + 0.7 * logp\n    prune:\n      - within(0.8)\n",
     "any code": "    normalize: none\n    mask: not seen\n    rank: where(logp > 0, score, 2 * score) - width\n",
+    "noisy": "    normalize: full\n    rank: score + 0.7 * gumbel - uniform\n",
+    "drawn": "    normalize: valid\n    mask: trie and not seen\n    select: stochastic()\n",
+    "drawn of few": "    normalize: valid\n    keep:\n      - min_p(0.3)\n    select: stochastic()\n",
 }
 HISTORIES = ((), ("i1",), ("i3", "i9", "i11"))
 
@@ -77,19 +80,20 @@ def as_the_kernels(logits, parent, order, row_start, keep, *, normalize, ranked,
         norm = torch.logsumexp(over, 1)
     assert int(lines["RANK_NORMED"]) == (normalize != "none")
     names["logp"] = (logit - norm[:, None] if normalize != "none" else logit).numpy()
-    names["score"] = compute(lines["RANK_SCORE"], names, values, columns)
-    rank = compute(lines.get("RANK", "score"), names, values, columns)
-    good = stays(lines, names, values, legal & (parent > -torch.inf).numpy()[:, None])
-    good = good & np.isfinite(names["score"]) & np.isfinite(rank)
-    rank = torch.from_numpy(np.where(good, rank, -np.inf).astype(np.float32)) + 0.0
-    code = torch.arange(size).expand(rank.shape)
+    code = torch.arange(size).expand(sane.shape)
+    if ranked.noise is not None:
+        names |= noise(lines, ranked.noise.numpy(), code.numpy())
+    names["score"] = np.broadcast_to(compute(lines["RANK_SCORE"], names, values, columns), sane.shape)
+    good = stays(lines, names, values, legal & (parent > -torch.inf).numpy()[:, None]) & np.isfinite(names["score"])
+    rank = rank_of(lines, names, values, columns, good)
+    rank = torch.from_numpy(np.where(good & np.isfinite(rank), rank, -np.inf).astype(np.float32)) + 0.0
     best = select_top(rank, code, order, size, row_start, keep)
     at, column = best.parent.clamp(min=0), best.column.clamp(min=0)
-    score = torch.from_numpy(np.broadcast_to(names["score"], rank.shape).astype(np.float32))[at, column]
-    score = score.masked_fill(best.parent < 0, -torch.inf)
+    score = torch.from_numpy(names["score"].astype(np.float32))[at, column].masked_fill(best.parent < 0, -torch.inf)
     none = torch.zeros(len(logits), dtype=torch.int32)
     slots = torch.empty(len(score), 0, dtype=torch.int32)
-    return Chosen(best.parent, best.column, best.order, score, best.n_valid, none, slots), none
+    carried = rank[at, column].masked_fill(best.parent < 0, -torch.inf) if ranked.wanted else rank.new_empty(0)
+    return Chosen(best.parent, best.column, best.order, score, best.n_valid, none, slots), none, carried
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)

@@ -13,7 +13,7 @@
 // -DSCORE (0: the logit, a given rank; 1: logit + parent; 2: (logit - norm) + parent; 3: as ranked.cuh says)
 // -DNORM (the scans compute norm over 0 nothing, 1 all codes, 2 the codes of the mask) -DMASK (1: a bit a code)
 // -DVEC (1: rows of whole 16-byte vectors) -DSMALL (1: a chunk is 16 bytes, for few rows; 0: UNITS times 512 bytes)
-// -DUNITS -DCLUSTER (blocks a request)
+// -DUNITS -DCLUSTER (blocks a request) -DEXAMPLE (of ranked.cuh, where it is given no expression)
 //
 // What `make test-kernels` compiles is a part of the combinations; what spills in tail is its search.
 //
@@ -27,8 +27,11 @@
 // build: PART=2 TYPE=0 SCORE=3 NORM=0,1,2 MASK=1 VEC=1 SMALL=0 UNITS=1 CLUSTER=1 spill=256
 // build: PART=2 TYPE=2 SCORE=3 NORM=1 MASK=1 VEC=0 SMALL=1 UNITS=2 CLUSTER=1 spill=512
 // build: PART=1 TYPE=0 SCORE=3 NORM=0 MASK=1 VEC=1 SMALL=0 UNITS=1 CLUSTER=1,3,8 spill=1024
+// build: PART=2 TYPE=0 SCORE=3 NORM=0,2 MASK=1 VEC=1 SMALL=0,1 UNITS=1 CLUSTER=1 EXAMPLE=1,2 spill=512
+// build: PART=1 TYPE=0 SCORE=3 NORM=0 MASK=1 VEC=1 SMALL=0 UNITS=1 CLUSTER=1,3 EXAMPLE=1,2 spill=1024
 
 // part: selection/common.cuh
+// part: selection/noise.cuh
 // part: selection/ranked.cuh
 #if PART == 0
 // part: selection/rows.cuh

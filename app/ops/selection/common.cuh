@@ -124,11 +124,11 @@ __device__ __forceinline__ uint4 load(const Logit* row, int e, int codes) {
 // Bits of the mask for logits e .. e + V - 1, where e is in the row.
 __device__ __forceinline__ u32 load_bits(const u8* mask, i64 row, i64 stride, int e) {
 #if MASK
-    if (SCORE == 3 && !mask) return 255u;
+    if (SCORE == 3 && !mask) return (1u << V) - 1;
     u32 byte = mask[row * stride + (e >> 3)];
     return V == 4 ? (byte >> (e & 4)) & 15u : byte;
 #else
-    return 255u;
+    return (1u << V) - 1;
 #endif
 }
 

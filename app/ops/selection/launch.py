@@ -34,7 +34,7 @@ RANKED = 3
 
 class Launched(NamedTuple):
     """row, code, order [M] int64, score [M] float32, n_valid [R] int64 (see `Selected`), and bad [n] int32; broken [n]
-    int32: candidates that a bad score or rank cost, [0] but for a `Ranked`."""
+    int32: candidates that a bad score or rank cost, [0] but for a `Ranked`; rank [M] float32: [0] where not wanted."""
 
     row: Tensor
     code: Tensor
@@ -43,6 +43,7 @@ class Launched(NamedTuple):
     n_valid: Tensor
     bad: Tensor
     broken: Tensor
+    rank: Tensor
 
 
 class Ranked(NamedTuple):
@@ -50,11 +51,15 @@ class Ranked(NamedTuple):
 
     values   [n, their number] float32, at least one column
     columns  [n, >= C] float32 each, MOST_COLUMNS at most; read where a candidate is legal, entries of a row in sequence
+    noise    [n, 3] int64: seed, hash of the prefix, step; where the definitions draw numbers
+    wanted   whether the survivors' ranks are
     """
 
     definitions: str
     values: Tensor
     columns: tuple[Tensor, ...] = ()
+    noise: Tensor | None = None
+    wanted: bool = False
 
 
 class Scores(NamedTuple):
@@ -146,9 +151,12 @@ def select(
     of_score = 0 if parent is None else 1 if scores.normalize == "none" else 2
     ranked, given, definitions = scores.ranked, tuple[int, ...](), ""
     broken = torch.empty(n if ranked else 0, dtype=torch.int32, device=device)
+    rank = torch.empty(total if ranked and ranked.wanted else 0, dtype=torch.float32, device=device)
     if ranked is not None:
-        floors = torch.empty(n, 2, dtype=torch.float32, device=device)
-        of_score, given, definitions = RANKED, (*_given(ranked), floors.data_ptr()), ranked.definitions
+        of_rows = torch.empty(3, n, dtype=torch.float32, device=device)  # floors, two numbers each, and largest
+        own = (of_rows.data_ptr(), 0 if ranked.noise is None else ranked.noise.data_ptr(), of_rows[2].data_ptr())
+        given = (*_given(ranked), *own, rank.data_ptr() if ranked.wanted else 0)
+        of_score, definitions = RANKED, ranked.definitions
     made = defines(
         of_type, of_score, NORMS[scores.normalize], shape, mask=mask is not None, whole=whole_vectors(logits)
     )
@@ -168,7 +176,7 @@ def select(
         tail = _kernel("tail", device, made.tail, definitions, shape.memory)
         room = (shape.places, shape.room, shape.scores, shape.lines, shape.keys, of.most)
         tail.launch(count * shape.cluster, 1024, *operands, *room, early=early and limits(device.index or 0)[0])
-    return Launched(row, code, place, score, n_valid, bad, broken)
+    return Launched(row, code, place, score, n_valid, bad, broken, rank)
 
 
 def _kernel(name: str, device: torch.device, define: dict[str, Any], definitions: str, memory: int = 0) -> Kernel:

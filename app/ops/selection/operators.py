@@ -74,13 +74,14 @@ def select_ranked(
     ranked: Ranked,
     mask: Tensor | None = None,
     norm: Tensor | None = None,
-) -> tuple[Chosen, Tensor]:
+) -> tuple[Chosen, Tensor, Tensor]:
     """The best keep[r] of each request by a rank that the kernels compute of each logit (policy-language 2.3, classes M
     and E), where `ranked_ready`; operands as of `select_logits`.
 
     Survivors are exact on the ranks that the kernels compute: those of torch's operators, but for the last place of
-    log-sum-exp, exp, log, sigmoid and powers. Returns what was chosen, with the score that a survivor carries, and
-    [n] int32 how many candidates a NaN or +inf in score or rank cost.
+    log-sum-exp, exp, log, sigmoid and powers. Returns what was chosen, with the score that a survivor carries; how many
+    candidates a NaN or +inf in score or rank cost, [n] int32; and the survivors' ranks [M] float32, -inf = tombstone, or
+    [0] where they are not wanted.
     """
     of = requests(row_start, keep, logits.device)
     shape = launch.layout(logits.shape[1], logits.element_size(), of, logits.device)
@@ -91,7 +92,7 @@ def select_ranked(
     scores = launch.Scores(mask, norm, parent, normalize, ranked)
     found = launch.select(logits, scores, order, of, shape, early=launch.EARLY)
     slots = torch.empty(of.total, 0, dtype=torch.int32, device=logits.device)
-    return Chosen(*found[:5], found.bad, slots), found.broken
+    return Chosen(*found[:5], found.bad, slots), found.broken, found.rank
 
 
 def ranked_ready(

@@ -3,13 +3,6 @@
 
 #define RESIDENT (TYPE == 2 ? 3 : RANK_COLUMNS ? 4 : 7)  // blocks that share a processor's registers
 
-// `element`, where k is not known to the compiler: no array is indexed by it.
-__device__ __forceinline__ float element_at(const uint4& x, int k) {
-    const int word = TYPE == 2 ? k : k / 2;
-    const u32 w = word == 0 ? x.x : word == 1 ? x.y : word == 2 ? x.z : x.w;
-    return TYPE != 2 && k % 2 ? high_of(w) : low_of(w);
-}
-
 // The columns of candidates e .. e + V - 1; arbitrary where nothing is legal.
 __device__ __forceinline__ void columns_of(const Given& given, i64 row, int e, int codes, u32 bits, float (*out)[V]) {
 #pragma unroll
@@ -145,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
     less = norm[row];
 #endif
 
-    Floor floor = {NEG, -1};
+    Floor floor = {NEG, -1, NEG};
 #ifdef RANK_FLOOR
     __shared__ int peaks[4], first_best;
     float peak = NEG;
@@ -182,6 +175,8 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
     for (int first = warp * LOADS; first < units; first += STRIDE) {
         hold(first, LOOKED);
         int best[LOADS];
+        bool singly = true;
+#ifndef NOISY  // what is drawn costs more than all else: only for who may be selected
         float worst = 0.f;  // of scores: NaN or inf where one is bad
         bool bad_rank = false;
 #pragma unroll
@@ -196,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
 #pragma unroll
                 for (int i = 0; i < RANK_COLUMNS; i++) in[i] = own_[i][k];
                 const float logit = element(x, k), y = changed(given, logit, row);
-                compute(given, y, less, own, row, in, score, rank);
+                compute(given, y, less, own, row, e + k, in, score, rank);
                 const bool stay = logit > NEG && stays(floor, y, less, e + k);
                 most = larger(most, stay ? rank : NEG);
 #if defined RANK || defined RANK_LOGIT
@@ -206,14 +201,16 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
             best[u] = ordered(most);
             bad_rank |= !(most <= LARGEST);
         }
-        if (__any_sync(ALL, bad_rank || !(worst <= LARGEST))) {  // once more, one by one
+        singly = __any_sync(ALL, bad_rank || !(worst <= LARGEST));
+#endif
+        if (singly) {
 #pragma unroll
             for (int u = 0; u < LOADS; u++) {
                 float most = NEG;
 #pragma unroll 1
-                for (int k = 0; k < V; k++) {
-                    const int e = (first + u) * UNIT + lane * V + k;
-                    Rank one = rank_of(given, element_at(v[u], k), less, own, row, e, bits[u] >> k & 1, floor);
+                for (u32 left = bits[u]; left; left &= left - 1) {
+                    const int k = __ffs(left) - 1, e = (first + u) * UNIT + lane * V + k;
+                    Rank one = drawn_of(given, element_at(v[u], k), less, own, row, e, true, floor);
                     most = fmaxf(most, one.rank), ill += one.broken;
                 }
                 best[u] = ordered(most);
@@ -245,6 +242,21 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
         }
 #endif
     }
+#ifdef RANK_DRAWN  // the row's largest is known: ranks in place of what was drawn
+    upper = __reduce_max_sync(ALL, upper);
+    if (lane == 0) uppers[warp] = upper;
+    __syncthreads();
+    floor.top = unordered(max(max(uppers[0], uppers[1]), max(uppers[2], uppers[3])));
+    if (threadIdx.x == 0) given.largest[row] = floor.top;
+    __syncthreads();
+    upper = ordered(NEG), lower = 0x7fffffff;
+    for (int i = threadIdx.x; i < chunks; i += 128) {
+        const float rank = settled(given, mine[i], row, floor.top);
+        mine[i] = rank;
+        upper = max(upper, ordered(rank));
+        if (rank > NEG) lower = min(lower, ordered(rank));
+    }
+#endif
     wrong = __reduce_add_sync(ALL, wrong), ill = __reduce_add_sync(ALL, ill);
     upper = __reduce_max_sync(ALL, upper), lower = __reduce_min_sync(ALL, lower);
     if (lane == 0) wrongs[warp] = wrong, brokens[warp] = ill, uppers[warp] = upper, lowers[warp] = lower;

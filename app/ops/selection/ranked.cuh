@@ -8,11 +8,31 @@
 //                   undefined: none is
 //     RANK_SCORE    of `logp`, `parent`, values and columns: what a survivor carries
 //     RANK          of the same and `score`: what survivors are chosen by; undefined: the score
+//     RANK_GUMBEL, RANK_UNIFORM  1: RANK or RANK_DRAWN reads `gumbel`, `uniform`: a candidate's own noise (noise.cuh)
+//     RANK_DRAWN    of what RANK is otherwise of: RANK is then of `drawn`, with which it never falls, of the largest of
+//                   the row, `top`, and of values
 //
 // One rounding an operation, in the written order, as torch computes them one by one.
 #if SCORE == 3
 
-#ifndef RANK_SCORE  // an example, so that everything here is compiled by `make test-kernels`
+#ifndef RANK_SCORE  // examples, so that everything here is compiled by `make test-kernels`
+#if EXAMPLE == 1
+#define RANK_VALUES 1
+#define RANK_COLUMNS 0
+#define RANK_NORMED 1
+#define RANK_SCORE add(parent, logp)
+#define RANK_GUMBEL 1
+#define RANK_DRAWN add(score, gumbel)
+#define RANK conditioned(drawn, top, value(0))
+#elif EXAMPLE == 2
+#define RANK_VALUES 1
+#define RANK_COLUMNS 1
+#define RANK_NORMED 1
+#define RANK_SCORE add(parent, logp)
+#define RANK_GUMBEL 1
+#define RANK_UNIFORM 1
+#define RANK add(sub(score, mul(value(0), uniform)), mul(column(0), gumbel))
+#else
 #define RANK_VALUES 2
 #define RANK_COLUMNS 1
 #define RANK_NORMED 1
@@ -20,6 +40,11 @@
 #define RANK_FLOOR larger(add(best, log_64(value(1))), -9.f)
 #define RANK_SCORE add(parent, mul(logp, value(1)))
 #define RANK sub(score, mul(sigmoid(value(0)), larger(log_of(column(0)), exp_of(logp))))
+#endif
+#endif
+
+#if defined RANK_GUMBEL || defined RANK_UNIFORM
+#define NOISY
 #endif
 
 #define MOST_COLUMNS 3
@@ -29,17 +54,22 @@ struct Given {
     const float* columns[MOST_COLUMNS];  // [n, >= codes] each
     i64 strides[MOST_COLUMNS];
     const float2* floors;                 // [n] of rank_scan
+    const i64* noise;                     // [n, 3]: seed, hash of the prefix, step
+    float* largest;                       // [n] of rank_scan: `top`
+    float* ranks;                         // [M] out: the survivors' ranks; null where nobody wants them
 };
 
-struct Floor {  // what is out of a row: logp below `least`, but for the code `only`
+struct Floor {  // what is out of a row: logp below `least`, but for the code `only`; and its `top`
     float least;
     int only;
+    float top;
 };
 
 #define GIVEN_PARAMETERS \
     , const float *__restrict__ values, const float *__restrict__ column0, const float *__restrict__ column1, \
-    const float *__restrict__ column2, i64 stride0, i64 stride1, i64 stride2, float2 *floors
-#define GIVEN {values, {column0, column1, column2}, {stride0, stride1, stride2}, floors}
+    const float *__restrict__ column2, i64 stride0, i64 stride1, i64 stride2, float2 *floors, \
+    const i64 *__restrict__ noise, float *largest, float *ranks
+#define GIVEN {values, {column0, column1, column2}, {stride0, stride1, stride2}, floors, noise, largest, ranks}
 
 #define NOT_A_NUMBER __int_as_float(0x7fc00000)
 
@@ -108,12 +138,15 @@ __device__ __forceinline__ float least_of(const Given& given, float best, i64 ro
 #endif
 
 __device__ __forceinline__ Floor floor_of(const Given& given, i64 row) {
+    Floor out = {NEG, -1, NEG};
 #ifdef RANK_FLOOR
     const float2 x = given.floors[row];
-    return {x.x, __float_as_int(x.y)};
-#else
-    return {NEG, -1};
+    out.least = x.x, out.only = __float_as_int(x.y);
 #endif
+#ifdef RANK_DRAWN
+    out.top = given.largest[row];
+#endif
+    return out;
 }
 
 // Whether a candidate is not out.
@@ -125,15 +158,37 @@ __device__ __forceinline__ bool stays(const Floor& floor, float y, float norm, i
 #endif
 }
 
-// Of a changed logit y that is above -inf.
+__device__ __forceinline__ Drawing drawing_of(const Given& given, i64 row) {
+    const i64 *by = given.noise + 3 * row, seed = __ldg(by), prefix = __ldg(by + 1);
+    return {(u32)seed, (u32)(seed >> 32), (u32)prefix, (u32)(prefix >> 32), (u32)__ldg(by + 2)};
+}
+
+// Of a changed logit y that is above -inf. rank: RANK_DRAWN, where that is defined.
 __device__ __forceinline__ void compute(
-    const Given& given, float y, float norm, float parent, i64 row, const float* own, float& score, float& rank) {
+    const Given& given, float y, float norm, float parent, i64 row, int e, const float* own, float& score, float& rank) {
     const float logp = RANK_NORMED ? sub(y, norm) : y;
     score = RANK_SCORE;
-#ifdef RANK
+#ifdef RANK_GUMBEL
+    const float gumbel = gumbel_of(drawing_of(given, row), e, GUMBEL_STREAM);
+#endif
+#ifdef RANK_UNIFORM
+    const float uniform = uniform_of(drawing_of(given, row), e, UNIFORM_STREAM);
+#endif
+#if defined RANK_DRAWN
+    rank = RANK_DRAWN;
+#elif defined RANK
     rank = RANK;
 #else
     rank = score;
+#endif
+}
+
+// The rank of what `compute` gave.
+__device__ __forceinline__ float settled(const Given& given, float drawn, i64 row, float top) {
+#ifdef RANK_DRAWN
+    return drawn > NEG ? add(RANK, 0.f) : NEG;
+#else
+    return drawn;
 #endif
 }
 
@@ -142,8 +197,8 @@ struct Rank {
     bool broken;        // it might have been, but for NaN and +inf
 };
 
-// Of the candidate `e` of a row, by its sane logit.
-__device__ __forceinline__ Rank rank_of(
+// What `compute` gives for the candidate `e` of a row, by its sane logit.
+__device__ __forceinline__ Rank drawn_of(
     const Given& given, float logit, float norm, float parent, i64 row, int e, bool legal, const Floor& floor) {
     const float y = changed(given, logit, row);
     const bool wrong = !(y < INF), valid = legal && y > NEG && !wrong && stays(floor, y, norm, e);
@@ -151,9 +206,24 @@ __device__ __forceinline__ Rank rank_of(
 #pragma unroll
     for (int i = 0; i < RANK_COLUMNS; i++)
         own[i] = valid ? __ldg(given.columns[i] + row * given.strides[i] + e) : 0.f;
-    compute(given, y, norm, parent, row, own, score, rank);
+    compute(given, y, norm, parent, row, e, own, score, rank);
     const bool fine = score < INF && rank < INF, good = valid && fine && score > NEG && rank > NEG;
     return {good ? add(score, 0.f) : NEG, good ? add(rank, 0.f) : NEG, legal && (wrong || (valid && !fine))};
+}
+
+// Of the candidate `e` of a row, by its sane logit.
+__device__ __forceinline__ Rank rank_of(
+    const Given& given, float logit, float norm, float parent, i64 row, int e, bool legal, const Floor& floor) {
+    Rank one = drawn_of(given, logit, norm, parent, row, e, legal, floor);
+    one.rank = settled(given, one.rank, row, floor.top);
+    return one;
+}
+
+// `element`, where k is not known to the compiler: no array is indexed by it.
+__device__ __forceinline__ float element_at(const uint4& x, int k) {
+    const int word = TYPE == 2 ? k : k / 2;
+    const u32 w = word == 0 ? x.x : word == 1 ? x.y : word == 2 ? x.z : x.w;
+    return TYPE != 2 && k % 2 ? high_of(w) : low_of(w);
 }
 #undef value
 #undef column

@@ -83,6 +83,9 @@ __device__ __forceinline__ void emit(
     o.row_out[to] = row;
     o.code_out[to] = code;
     o.order_out[to] = at;
+#if SCORE == 3
+    if (o.given.ranks) o.given.ranks[to] = key ? score_in(key) : NEG;
+#endif
 #if SCORE == 3 && defined RANK
     if (o.score_out && key) {
         float logit = widened(o.logits[row * codes + code]);

@@ -210,6 +210,15 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
             const float norm_ = norm_of(norm, row), parent_ = parent_of(parent, row);
             const Floor floor = floor_of(o.given, row);
 #endif
+#if SCORE == 3 && defined NOISY  // only for who may be selected
+#pragma unroll 1
+            for (u32 left = legal[u]; left; left &= left - 1) {
+                const int k = __ffs(left) - 1;
+                const float f = sane(element_at(x[u], k));
+                const float of = rank_of(o.given, f, norm_, parent_, row, e + k, true, floor).rank;
+                if (of >= bound[u] && of <= LARGEST) bits |= 1u << (u * V + k);
+            }
+#else
 #pragma unroll
             for (int k = 0; k < V; k++) {
                 float f = element(x[u], k);
@@ -218,6 +227,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
 #endif
                 if (f >= bound[u] && f <= LARGEST) bits |= (legal[u] >> k & 1u) << (u * V + k);
             }
+#endif
         }
         u32 own = __popc(bits), upto = own;
         if (!__any_sync(ALL, own)) continue;
