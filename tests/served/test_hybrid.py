@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests import support
 from tests.engine import hybrid
+from tests.live_support import live_server
 from tests.served.process import PATIENCE_S, serving
 
 SIZES, BASES = (8, 8, 8), (10, 18, 26)
@@ -106,14 +107,14 @@ def test_batch_mates_do_not_change_an_answer(server):
     assert max(sizes) > 1, "no batch ever formed: the test is void"
 
 
-def test_a_thinned_catalogue_leaves_scores_alone(server, tmp_path):
+async def test_a_thinned_catalogue_leaves_scores_alone(server, tmp_path):
     full = dict(server.items("i3", k=60, exclude=[]))
     kept = [one for one in ITEMS if one["sid"][0] == ITEMS[17]["sid"][0] or one["id"] == "i3"]
     kept += [one for one in ITEMS if one["sid"][0] != ITEMS[17]["sid"][0] and one["id"] != "i3"][::7]
-    with serving(write_root(tmp_path / "thin", sorted(kept, key=lambda one: one["sid"]))) as running:
-        thinned = running.ready().items("i3", k=60)
+    async with live_server(write_root(tmp_path / "thin", sorted(kept, key=lambda one: one["sid"]))) as running:
+        thinned = (await running.recommend("i3", k=60))["items"]
     assert len(thinned) == len(kept)
-    assert all(abs(score - full[name]) < EPS for name, score in thinned)
+    assert all(abs(one["score"] - full[one["id"]]) < EPS for one in thinned)
 
 
 @pytest.mark.slow

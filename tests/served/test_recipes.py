@@ -14,6 +14,7 @@ import pytest
 
 from tests import support
 from tests.api.support import connect, get, message
+from tests.live_support import live_server
 from tests.served.process import PATIENCE_S, serving
 
 SIZES = (8, 8, 8)
@@ -52,15 +53,17 @@ def test_every_item_comes_once_best_first_and_a_narrow_beam_keeps_scores(server)
         assert all(abs(scores[item] - score) < EPS for item, score in narrow)
 
 
-def test_a_thinned_catalogue_leaves_scores_alone(server, root, tmp_path):
+async def test_a_thinned_catalogue_leaves_scores_alone(server, tmp_path):
     full = dict(server.items(k=60))
     item = ITEMS[17]
     kept = [one for one in ITEMS if one["sid"][0] == item["sid"][0]]
     kept += [next(one for one in ITEMS if one["sid"][0] == first) for first in range(8) if first != item["sid"][0]]
     thin = support.write_root(tmp_path / "thin", SIZES, sorted(kept, key=lambda one: one["sid"]))
-    with serving(thin) as running:
-        for name, score in running.ready().items(k=60):
-            assert abs(score - full[name]) < EPS
+    async with live_server(thin) as running:
+        answer = await running.recommend(k=60)
+    assert len(answer["items"]) == len(kept)
+    for one in answer["items"]:
+        assert abs(one["score"] - full[one["id"]]) < EPS
 
 
 def test_batch_mates_do_not_change_an_answer(server):
@@ -111,14 +114,14 @@ def test_excluded_items_and_seen_ones_are_replaced_by_others(server):
 @pytest.mark.parametrize(
     "sids", [[[1, 2, 3], [7, 2, 6]], [[0, 0, 0]], [[0, a, b] for a in range(8) for b in range(7)] + [[1, 0, 0]]]
 )
-def test_only_items_of_the_catalogue_come_back_however_few(tmp_path, sids):
+async def test_only_items_of_the_catalogue_come_back_however_few(tmp_path, sids):
     items = [{"id": f"n{n}", "sid": sid} for n, sid in enumerate(sids)]
-    with serving(support.write_root(tmp_path / "few", SIZES, items, POLICIES)) as running:
-        body = running.ready().ask(k=100).json()
+    async with live_server(support.write_root(tmp_path / "few", SIZES, items, POLICIES)) as running:
+        body = await running.recommend(k=100)
         assert sorted(item["sid"] for item in body["items"]) == sorted(sids)[:64] or len(sids) > 64
         assert body["status"] == "underfilled"
         assert all(isinstance(item["score"], float) for item in body["items"])
-        two = running.ask(k=2, policy="w2").json()["items"]
+        two = (await running.recommend(k=2, policy="w2"))["items"]
         assert 1 <= len(two) <= 2
         assert all(item["sid"] in sids for item in two)
 
