@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 from app.cli.contract import contract_on_gpu
 from app.cli.main import app
 from app.errors import Rejected
+from app.policies.compile import compile_policy
+from app.policies.facts import Catalogue, Column
+from app.policies.source import Source
 from app.runtime import engine_artifact
 from app.runtime.engines import Engines
 from app.runtime.logs import make_log
@@ -269,6 +272,23 @@ def test_an_edit_of_parameters_needs_nothing_new(contract, tmp_path, gpu):
     server.starts(contract, tuned(0.7))
     assert gpu.compiled == 0
     assert len(server.log) == said
+
+
+def test_a_catalogue_with_other_labels_makes_other_kernels_of_the_same_structure(contract, tmp_path, gpu):
+    def over(*labels):
+        catalogue = Catalogue((4, 20, 40), (Column("attr", "kind", "text", labels=labels),))
+        text = POLICY.format('rank: score + where(attr.kind == "b", 1, 0)')
+        return compile_policy("feed", {"feed": Source("feed.yaml", text.encode())}, contract, catalogue)[0]
+
+    first, second = over("a", "b"), over("b", "c")
+    assert first.structure.id == second.structure.id
+    server = Server(tmp_path)
+    server.starts(contract, first)
+    before = gpu.compiled
+    server.starts(contract, second)
+    builds = engine_artifact.of_plans(contract, "sm_90", [second])
+    assert gpu.compiled == before + len(builds)
+    assert server.shown(contract, second)["policies"]["feed"]["compiled"] == len(builds)
 
 
 def test_what_does_not_compile_is_logged_and_shown_and_is_tried_again(contract, tmp_path, gpu):
