@@ -31,10 +31,10 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 	@$(INSTALL) --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.base
-	@echo "installing the test tools into $(VENV)"
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing Widebeam and the test tools into $(VENV)"
 	@$(INSTALL) --editable '.[dev]'
-	@touch $@
+	@touch $(VENV)/.base $@
 
 $(VENV)/.oracles: $(VENV)/.dev
 	@echo "installing the outside references into $(VENV)"
