@@ -127,16 +127,26 @@ class Tab:
         self.until(f"{where}.includes({json.dumps(text)})", seconds)
 
     def click(self, label: str, within: str = "body") -> None:
-        """Press the button with this text, or this accessible name, with the mouse."""
-        find = f"""[...(document.querySelector({json.dumps(within)})?.querySelectorAll("button") ?? [])]
-            .filter((one) => one.checkVisibility())
-            .find((one) => [one.innerText.trim(), one.getAttribute("aria-label")].includes({json.dumps(label)}))"""
-        self.until(f"!!{find}")
-        place = self.run(f"""(() => {{ const one = {find}; one.scrollIntoView({{block: "center"}});
-            const box = one.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; }})()""")
-        assert isinstance(place, list)
-        for kind in ("mousePressed", "mouseReleased"):
-            self.send("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+        """Press the button with this text, or this accessible name, with the mouse; again where it has just moved."""
+        aim = f"""(() => {{
+            const names = (one) => [one?.innerText.trim(), one?.getAttribute("aria-label")];
+            const named = (one) => names(one).includes({json.dumps(label)});
+            const all = document.querySelector({json.dumps(within)})?.querySelectorAll("button") ?? [];
+            const one = [...all].find((one) => one.checkVisibility() && named(one));
+            if (!one) return null;
+            const heard = (event) => {{ document.pressed = named(event.target.closest("button")); }};
+            document.pressed = false;
+            document.addEventListener("click", heard, {{capture: true, once: true}});
+            one.scrollIntoView({{block: "center"}});
+            const box = one.getBoundingClientRect();
+            return [box.x + box.width / 2, box.y + box.height / 2]; }})()"""
+        hit = False
+        while not hit:
+            place = self.until(aim)
+            assert isinstance(place, list)
+            for kind in ("mousePressed", "mouseReleased"):
+                self.send("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+            hit = bool(self.run("document.pressed"))
 
     def type(self, text: str) -> None:
         """Write where the focus is."""
