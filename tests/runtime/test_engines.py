@@ -409,9 +409,7 @@ def root(tmp_path):
     return made
 
 
-async def test_a_server_with_a_complete_engine_compiles_nothing_and_a_policy_that_is_edited_is_compiled_beside(
-    root, gpu
-):
+async def test_a_complete_engine_leaves_nothing_to_compile_but_a_policy_that_is_edited(root, gpu):
     async with live_server(root) as server:
         status = await server.status()
         [engine] = [one for one in status["artifacts"] if one["kind"] == "engine"]
