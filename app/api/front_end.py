@@ -7,6 +7,7 @@ import gc
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import BinaryIO, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,7 +19,7 @@ from app.api.listener import LAG_PERIOD_S, Listener, watch_lag
 from app.api.middleware import Edge
 from app.api.recommend import PATH
 from app.api.remote import Remote
-from app.errors import Draining
+from app.errors import Draining, Refused
 from app.runtime.logs import make_log, route_stdlib
 
 GONE_S: Final = 1.0
@@ -51,7 +52,11 @@ async def run(
     if hello.leaving:
         readiness.leave()
     hot = apps.recommendations(remote, deployment, remote.counts, log, readiness, clock)
-    http = Listener(Routes(remote, hot, Edge(_gone, readiness, log, clock)), deployment.server, listener)
+
+    def refusal(error: Refused) -> ASGIApp:
+        return Edge(partial(_refuse, error), readiness, log, clock)
+
+    http = Listener(Routes(remote, hot, refusal), deployment.server, listener)
     accepts = await http.start()
     gc.collect()
     gc.freeze()  # what is there now stays
@@ -64,7 +69,9 @@ async def run(
             accepts.result()
             return
         end = remote.end.result()
-        await http.end(GONE_S if end is None else end.timeout_s)
+        leaving = asyncio.create_task(http.end(GONE_S if end is None else end.timeout_s))
+        await asyncio.wait((leaving, remote.gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((leaving,), timeout=2 * GONE_S)  # whatever was said of time: nobody answers any more
     finally:
         for task in watching:
             task.cancel()
@@ -75,9 +82,9 @@ async def run(
 class Routes:
     """The recommendations are served here; what else there is, the engine's process answers."""
 
-    def __init__(self, remote: Remote, recommendations: ASGIApp, gone: ASGIApp) -> None:
-        """gone: answers for an engine that does not any more"""
-        self._remote, self._recommendations, self._gone = remote, recommendations, gone
+    def __init__(self, remote: Remote, recommendations: ASGIApp, refusal: Callable[[Refused], ASGIApp]) -> None:
+        """refusal: answers for an engine that does not"""
+        self._remote, self._recommendations, self._refusal = remote, recommendations, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
@@ -91,16 +98,17 @@ class Routes:
             return
         try:
             found = await self._remote.fetch(scope)
+        except Refused as error:
+            await self._refusal(error)(scope, receive, send)
         except asyncio.CancelledError:  # the grace period ended; this task has nothing else to do
-            found = None
-        if found is None:
-            await self._gone(scope, receive, send)
+            stopped = Draining("the server stopped before the answer was ready")
+            await self._refusal(stopped)(scope, receive, send)
         else:
             await in_memory.respond(found, send)
 
 
-async def _gone(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001  an ASGI application
-    raise Draining("this server is shutting down", retry_after_s=1)
+async def _refuse(error: Refused, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001  as ASGI has it
+    raise error
 
 
 async def _tell(remote: Remote) -> None:

@@ -70,6 +70,7 @@ class Remote(Channel[ToFrontEnd]):
     delays none.
 
     hello, end  what the engine says first and last; end is done without a result when the socket just ended
+    gone        done when the socket has ended
     leave       called when the server is on its way out
     """
 
@@ -82,13 +83,14 @@ class Remote(Channel[ToFrontEnd]):
         self._writable.set()
         self.hello: asyncio.Future[Hello] = self._loop.create_future()
         self.end: asyncio.Future[End | None] = self._loop.create_future()
+        self.gone: asyncio.Future[None] = self._loop.create_future()
         self.leave: Callable[[], None] = lambda: None
 
     # ---- what is asked -----------------------------------------------------------------------------------------
 
     async def room(self) -> None:
-        """Wait until the engine reads what was written: nobody's body is read before that. Raises QueueFull where it
-        reads nothing for `STUCK_S`."""
+        """Wait until the engine reads what was written: nothing more is read of clients, or sent, before that. Raises
+        QueueFull where it reads nothing for `STUCK_S`."""
         if self._writable.is_set():
             return
         try:
@@ -114,18 +116,22 @@ class Remote(Channel[ToFrontEnd]):
         """None of its own: `/readyz` is the engine's process' to answer."""
         return ()
 
-    async def fetch(self, scope: Scope) -> Fetched | None:
-        """The engine's process' answer to another route; None where it has gone."""
+    async def fetch(self, scope: Scope) -> Fetched:
+        """The engine's process' answer to another route. Raises Draining where it has gone, QueueFull as `room`."""
+        await self.room()
         if self._transport is None:
-            return None
+            raise Draining("this server is shutting down")
         number = next(self._numbers)
         self._fetches[number] = self._loop.create_future()
         self.tell()  # a scrape sees what was counted before it
         self.send(fetch_of(number, scope))
         try:
-            return await self._fetches[number]
+            found = await self._fetches[number]
         finally:
             del self._fetches[number]
+        if found is None:
+            raise Draining("the server stopped before the answer was ready")
+        return found
 
     def say_accepting(self) -> None:
         """Connections are taken now."""
@@ -174,6 +180,7 @@ class Remote(Channel[ToFrontEnd]):
             self.hello.cancel()
         if not self.end.done():
             self.end.set_result(None)
+        self.gone.set_result(None)
 
     def pause_writing(self) -> None:
         """The engine is slow to read."""

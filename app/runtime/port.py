@@ -106,9 +106,13 @@ class Port(Channel[ToEngine]):
     def _told(self, number: int, result: Outcome | WidebeamError) -> None:
         if self._open.pop(number, None) is None:
             return  # given up, or the connection has ended
+        if isinstance(result, WidebeamError):
+            self.send(failed(number, result))
+            return
         try:
-            self.send(Answer(number, result) if isinstance(result, Outcome) else failed(number, result))
-        except UnicodeEncodeError as error:
+            self.send(Answer(number, result))
+        except Exception as error:  # noqa: BLE001  a bug of ours: one request fails, and its client hears of it
+            self._log.error("answer_failed", request_id=result.request_id, exc_info=error)
             self.send(failed(number, Fault.of(error)))
 
     def _count(self, done: Done) -> None:

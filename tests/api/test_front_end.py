@@ -11,8 +11,8 @@ import pytest
 
 from app.api import front_end, remote
 from app.runtime.channel import HEAD
-from app.runtime.messages import Accepting, End, Hello, ToEngine
-from tests.api.support import GOLDEN, PATIENCE_S, connect, deployment, message, until
+from app.runtime.messages import Accepting, Done, End, Hello, ToEngine
+from tests.api.support import GOLDEN, PATIENCE_S, connect, deployment, get, message, until
 
 
 class Behind:
@@ -26,8 +26,12 @@ class Behind:
         await asyncio.get_running_loop().sock_sendall(self._socket, len(body).to_bytes(HEAD) + body)
 
     async def hears(self) -> ToEngine:
-        size = int.from_bytes(await self._exactly(HEAD))
-        return msgspec.msgpack.decode(await self._exactly(size), type=ToEngine)
+        """The next message, but for counts, which come at any moment."""
+        while True:
+            size = int.from_bytes(await self._exactly(HEAD))
+            told = msgspec.msgpack.decode(await self._exactly(size), type=ToEngine)
+            if not isinstance(told, Done):
+                return told
 
     async def _exactly(self, size: int) -> bytes:
         data = b""
@@ -36,6 +40,9 @@ class Behind:
                 data += (more := await asyncio.get_running_loop().sock_recv(self._socket, size - len(data)))
                 assert more, "the front end has ended"
         return data
+
+    def goes(self) -> None:
+        self._socket.close()
 
     def requests(self) -> list[dict]:
         lines = map(json.loads, self.log.getvalue().splitlines())
@@ -62,6 +69,15 @@ async def running(listener: socket.socket | None = None, **server: object):
         with suppress(ValueError):
             async with asyncio.timeout(PATIENCE_S):
                 await task
+
+
+async def _refused(url: str) -> None:
+    """Wait until nobody accepts connections any more."""
+    async with asyncio.timeout(PATIENCE_S):
+        with suppress(ConnectionError):
+            while True:
+                async with connect(url):
+                    pass
 
 
 @pytest.mark.parametrize("data", [message(method="GET", path="/readyz"), message(json.dumps(GOLDEN).encode())])
@@ -91,6 +107,25 @@ async def test_an_engine_that_does_not_read_refuses_what_comes_meanwhile(monkeyp
                 reply = await second.reply()
         assert (reply.status, reply.json()["error"]["code"]) == (503, "queue_full")
         assert reply.headers["retry-after"] == "1"
+        probe = await get(behind.url, "/livez", x_request_id="probe")  # nor is anything kept of other routes
+        assert (probe.status, probe.json()["error"]["code"]) == (503, "queue_full")
+        assert (probe.headers["retry-after"], probe.headers["x-request-id"]) == ("1", "probe")
+
+
+async def test_when_the_engine_goes_while_the_server_leaves_nobody_is_waited_for():
+    async with running(read_timeout_s=600.0) as behind:
+        assert isinstance(await behind.hears(), Accepting)
+        async with connect(behind.url) as half, connect(behind.url) as client:
+            half.writer.write(message(json.dumps(GOLDEN).encode())[:-1])
+            client.writer.write(message(json.dumps(GOLDEN).encode()))
+            await behind.hears()
+            await behind.says(End(600.0))
+            await _refused(behind.url)
+            behind.goes()
+            reply = await client.reply()
+            assert (reply.status, reply.json()["error"]["code"]) == (503, "draining")
+            async with asyncio.timeout(PATIENCE_S):
+                await behind.task
 
 
 async def test_a_front_end_that_cannot_accept_ends_and_says_nothing_of_accepting():

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -110,6 +111,20 @@ async def test_it_says_what_is_served_then_answers_what_it_is_asked():
     lines = [(line["event"], line["level"], line["request_id"]) for line in ended.lines()]
     assert lines == [("admission_failed", "error", "r")]
     assert "admission broke" in str(ended.lines())
+
+
+async def test_an_answer_that_cannot_be_said_is_a_fault_of_that_request_alone(monkeypatch):
+    ended = Ended()
+    ended.gives(asked(1, request("hold")), asked(2, request("hold")))
+    one, two = ended.front.admitted
+    answers = [replace(outcome_of(one), seed=2**64), outcome_of(two)]
+    monkeypatch.setattr("tests.api.support.outcome_of", lambda asked: answers.pop(0))
+    ended.front.release.set()
+    await until(lambda: len(ended.wire.messages()) == 2)
+    first, second = ended.wire.messages()
+    assert (first.number, first.kind, first.code) == (1, "Fault", "internal")
+    assert (second.number, type(second)) == (2, Answer)
+    assert [(line["event"], line["request_id"]) for line in ended.lines()] == [("answer_failed", "r")]
 
 
 async def test_a_request_that_is_given_up_is_cancelled_and_not_answered():

@@ -171,6 +171,37 @@ def test_a_signal_to_the_whole_group_ends_the_server_in_order(root, number):
         assert ended(children.values())
 
 
+@pytest.mark.slow
+def test_a_second_signal_ends_the_front_ends_too_whatever_they_wait_for(tmp_path):
+    root = with_front_ends(support.write_root(tmp_path / "root"), 2)
+    edit(root, "[server]\n", "[server]\ndrain_timeout_s = 600\nread_timeout_s = 600\n")
+    with serving(root, group=True) as server:
+        server.ready()
+        children, url = up(server), urlsplit(server.public)
+        with socket.create_connection((url.hostname, url.port)) as half:
+            half.sendall(b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{")
+            os.killpg(server.process.pid, signal.SIGTERM)
+            server.said("draining")
+            _refused(url)
+            server.process.terminate()
+            assert server.process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+            assert ended(children.values())
+            half.settimeout(PATIENCE_S)
+            assert half.recv(100).startswith(b"HTTP/1.1 503 ")
+
+
+def _refused(url) -> None:
+    """Wait until nobody accepts connections any more."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((url.hostname, url.port)).close()
+        except ConnectionRefusedError:
+            return
+        time.sleep(0.01)
+    raise AssertionError("connections are still accepted")
+
+
 def test_one_log_and_one_scrape_tell_of_every_front_end(root):
     with serving(root) as server:
         server.ready()
