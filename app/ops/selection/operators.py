@@ -80,8 +80,8 @@ def select_ranked(
 
     Survivors are exact on the ranks that the kernels compute: those of torch's operators, but for the last place of
     log-sum-exp, exp, log, sigmoid and powers. Returns what was chosen, with the score that a survivor carries; how many
-    candidates a NaN or +inf in score or rank cost, [n] int32; and the survivors' ranks [M] float32, -inf = tombstone, or
-    [0] where they are not wanted.
+    candidates a NaN or +inf in score or rank cost, [n] int32; and the survivors' ranks [M] float32, -inf = tombstone,
+    or [0] where they are not wanted.
     """
     of = requests(row_start, keep, logits.device)
     shape = launch.layout(logits.shape[1], logits.element_size(), of, logits.device)
