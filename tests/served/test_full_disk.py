@@ -28,6 +28,18 @@ def lines(log):
     return found
 
 
+def lost(metrics):
+    """Records that were not written, of all kinds."""
+    found = [line for line in metrics.splitlines() if line.startswith("widebeam_records_lost")]
+    return sum(float(line.split()[-1]) for line in found)
+
+
+def written(folder):
+    """The records of a folder, once each of its files has some and ends with a whole one."""
+    texts = [path.read_bytes() for path in folder.iterdir()]
+    return texts if all(text.endswith(b"\n") for text in texts) else []
+
+
 def until(true, what, seconds=60):
     end = time.monotonic() + seconds
     while not (found := true()):
@@ -86,17 +98,14 @@ def _full_and_empty(root, log, disk):
         old = next(one["id"] for one in status()["snapshots"] if one["weights"]["version"] == "v2")
         assert admin.post(f"/admin/v1/snapshots/{old}:rollback").status_code == 503
         assert admin.post("/admin/v1/kill", json={"kill": ["narrow"]}).status_code == 503
-        lost = [line for line in public.get("/metrics").text.splitlines() if line.startswith("widebeam_records_lost")]
-        assert sum(float(line.split()[-1]) for line in lost) > 0
+        until(lambda: lost(public.get("/metrics").text) > 0, "lost records counted")
         ballast.unlink()
         until(lambda: status()["unsaved"] == [], "what was not written is")
         assert (root / "contracts" / f"{new}.json").is_file()
         assert not list((root / "state").rglob(".tmp-*"))
         assert answers()["contract"] == new
-        assert any(line["event"] == "log_lines_lost" for line in lines(log))
-        files = until(lambda: list((root / "state" / "requests").iterdir()), "a record, which a thread writes")
-        assert all(path.stat().st_size for path in files)
-        for path in files:
-            assert all(json.loads(line) for line in path.read_bytes().splitlines())
+        until(lambda: any(line["event"] == "log_lines_lost" for line in lines(log)), "lost lines said")
+        texts = until(lambda: written(root / "state" / "requests"), "records, which a thread writes")
+        assert all(json.loads(line) for text in texts for line in text.splitlines())
         weights(root, "v3", 2)
         until(lambda: serving("v3")(status()), "the next version")
