@@ -9,7 +9,7 @@ from app.api.protocol import Client
 from app.api.recommend import outcome_or_cancel
 from app.errors import Cancelled, Expired
 from app.runtime.ticket import PendingTicket
-from tests.api.support import GOLDEN, ask, connect, message, outcome_of, served, until
+from tests.api.support import GOLDEN, PATIENCE_S, ask, connect, message, outcome_of, served, until
 
 CODECS = {
     "json": ("application/json", msgspec.json.encode, msgspec.json.decode),
@@ -110,7 +110,7 @@ async def test_a_client_that_leaves_cancels_its_ticket_at_once():
         async with connect(server.addresses.public) as client:
             client.writer.write(message(json.dumps({"context": {"history": ["hold"]}, "k": 1}).encode()))
             await until(lambda: server.front.admitted)
-        await asyncio.wait_for(server.front.cancel_seen.wait(), 5)
+        await asyncio.wait_for(server.front.cancel_seen.wait(), PATIENCE_S)
         await until(server.requests)
     assert len(server.front.cancelled) == 1
     line = server.requests()[0]
