@@ -58,4 +58,4 @@ def place(target: Target, first: int, piece: Tensor) -> None:
         mine = torch.nonzero((target.rows >= first) & (target.rows < first + len(values))).flatten()
         if len(mine):
             here, there = (mine + target.first).to(memory.device), target.rows[mine] - first
-            memory[here] = values[there.to(values.device)].to(memory.device)
+            memory[here] = values[there.to(values.device)].to(memory)

@@ -32,7 +32,8 @@ FORMATS_OWN: Final = 100 << 20
 MAX_DIMENSIONS: Final = 64
 """As torch has them."""
 CHUNK: Final = 16 << 20
-"""Bytes that are read, hashed and looked at in one go; in between, whoever loads waits for the interpreter."""
+"""Bytes that are read and hashed in one go, of as many tensors as there are in them: in between, whoever loads waits
+for the interpreter."""
 SMALL: Final = 64 << 10
 """Bytes that are hashed sooner than a thread has been told to."""
 Bytes = npt.NDArray[np.uint8]
@@ -78,6 +79,7 @@ class Reader:
     def __init__(self, file: Path) -> None:
         """Open a file and read its header. Raises as `read_header`."""
         self._file, self._digest = file, _Beside()
+        self._ahead, self._left = np.empty(0, np.uint8), 0  # what is in memory already, and bytes that are not yet
         try:
             self._descriptor = open_inside(file, file.parent)
         except OSError as error:
@@ -99,27 +101,40 @@ class Reader:
         os.close(self._descriptor)
 
     def read(self, entry: Entry, rows: int) -> Iterator[tuple[int, Bytes]]:
-        """A tensor's bytes, about `CHUNK` at a time: (index of the first row, bytes of whole rows of dimension 0). They
-        are hashed meanwhile, by a thread of their own: that takes as long as all the rest.
+        """A tensor's bytes, about `CHUNK` at a time: (index of the first row, bytes of whole rows of dimension 0).
 
         rows  how many there are (1 for a number without dimensions). The memory is used again for the next piece.
         Raises Rejected("truncated" | "unreadable") with file and tensor.
         """
         if not entry.size:  # a header may say so many rows of nothing that nobody lives to count them
             return
-        width = entry.size // max(rows, 1)
-        count = max(1, CHUNK // max(width, 1))
-        for first in range(0, rows, count):
-            piece = self._digest.memory(min(count, rows - first) * width)
-            try:
-                found = self._fill(piece.data)
-            except OSError as error:
-                raise unreadable(error, "unreadable", entry.location) from error
-            if found != len(piece):
-                message = f"{entry.size} bytes expected, {first * width + found} found"
-                raise Rejected("truncated", message, location=entry.location)
-            self._digest.update(piece)
-            yield first, piece
+        width = max(entry.size // max(rows, 1), 1)
+        first = 0
+        while first < rows:
+            count = min(rows - first, len(self._ahead) // width)
+            if not count:
+                self._refill(entry, first * width, width)
+                continue
+            piece, self._ahead = self._ahead[: count * width], self._ahead[count * width :]
+            yield first, piece.copy() if piece.ctypes.data % _BYTES[entry.dtype] else piece  # whole numbers in memory
+            first += count
+
+    def _refill(self, entry: Entry, done: int, width: int) -> None:
+        """`CHUNK` bytes of the file, of whatever tensors lie there, that begin with the next row, of `width`. They are
+        hashed by a thread of their own, which takes as long as all the rest. done: bytes of the tensor until there."""
+        kept = self._ahead
+        block = self._digest.memory(min(max(CHUNK, width), len(kept) + self._left))
+        block[: len(kept)] = kept
+        try:
+            found = self._fill(block[len(kept) :].data)
+        except OSError as error:
+            raise unreadable(error, "unreadable", entry.location) from error
+        self._left -= found
+        if len(kept) + found < width:
+            message = f"{entry.size} bytes expected, {done + len(kept) + found} found"
+            raise Rejected("truncated", message, location=entry.location)
+        self._ahead = block[: len(kept) + found]
+        self._digest.update(self._ahead[len(kept) :])
 
     def sha256(self) -> str:
         """The digest of everything that was read: the whole file's, once every tensor was."""
@@ -164,6 +179,7 @@ class Reader:
         entries = [_entry(file, name, value, 8 + length) for name, value in header.items()]
         entries.sort(key=lambda entry: (entry.offset, entry.size))
         _check_places(file, entries, 8 + length, total)
+        self._left = total - 8 - length
         return {entry.name: entry for entry in entries}
 
 

@@ -235,6 +235,7 @@ def _read(
         rows = entry.size  # by bytes: who only goes past it does not care for its rows, and one of them may be all
     later = [target for target in targets if target.whole]
     whole = torch.empty(entry.shape if later else 0, dtype=stored)
+    alone = len(targets) < 2 and not any(target.transpose for target in targets)  # then it is cast while it is copied
     clear(targets)
     for first, data in reader.read(entry, rows):
         if compared is not None:
@@ -243,12 +244,12 @@ def _read(
             continue
         count = min(rows - first, len(data) // max(entry.size // max(rows, 1), 1))
         piece = torch.from_numpy(data).view(stored).view(count, *entry.shape[1:])
-        cast = piece if stored == dtype else piece.to(dtype)
         if not _finite(piece, dtype):
             bad += _not_finite(piece)
-            overflown += 0 if cast is piece else _not_finite(cast)
+            overflown += 0 if stored == dtype else _not_finite(piece.to(dtype))
         if later:
             whole[first : first + count] = piece
+        cast = piece if alone else piece.to(targets[0].parameter.device, dtype)
         for target in targets:
             if not target.whole:
                 place(target, first, cast if target.scale is None else piece)

@@ -139,6 +139,31 @@ def test_a_file_is_read_once_in_pieces_and_hashed_on_the_way(tmp_path, monkeypat
         assert reader.sha256() == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+def test_neighbours_are_read_and_hashed_in_one_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "CHUNK", 1 << 20)
+    tensors = {f"a{n:02}": torch.randn(80, 64) for n in range(100)}  # 2 MB, 20 KB each
+    file, reads, real = tmp_path / "x.safetensors", [], os.readv
+    file.write_bytes(save(tensors))
+    monkeypatch.setattr(os, "readv", lambda *given: reads.append(real(*given)) or reads[-1])
+    with Reader(file) as reader:
+        for name, entry in reader.entries.items():
+            pieces = [data.copy() for _, data in reader.read(entry, 80)]
+            assert b"".join(pieces) == tensors[name].numpy().tobytes()
+        assert reader.sha256() == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert sum(reads) == file.stat().st_size
+    assert len(reads) == 4, "the length of the header, the header, and two pieces"
+
+
+def test_numbers_lie_whole_in_memory_wherever_they_lie_in_the_file(tmp_path):
+    header = {"a": tensor(0, 3, (3,), "I8"), "b": tensor(3, 11), "c": tensor(11, 15, (2,), "BF16"), "d": tensor(15, 23)}
+    file = write(tmp_path, header, bytes(range(23)))
+    with Reader(file) as reader:
+        found = {name: list(reader.read(entry, entry.shape[0])) for name, entry in reader.entries.items()}
+        assert b"".join(data.tobytes() for pieces in found.values() for _, data in pieces) == bytes(range(23))
+        for name, size in (("b", 4), ("c", 2), ("d", 4)):
+            assert [data.ctypes.data % size for _, data in found[name]] == [0]
+
+
 def test_a_piece_is_hashed_while_the_next_one_is_read_and_no_longer_used_then(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors, "CHUNK", 1 << 20)
     file, told = tmp_path / "x.safetensors", threading.Event()

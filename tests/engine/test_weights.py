@@ -368,6 +368,8 @@ def test_a_matrix_that_is_stored_the_other_way_round_is_turned_piece_by_piece(ch
     assert torch.equal(bound["one"], stored["one"].t())
     assert torch.equal(bound["two"], torch.cat([stored["left"].t(), stored["right"].t()]))
     assert torch.equal(bound["some"], torch.stack([stored["wide"][:, 5], torch.zeros(16), stored["wide"][:, 0]]))
+    _, half = sideways(tmp_path, precision="bfloat16")  # cast before, while or after they are turned and picked
+    assert all(torch.equal(one, bound[name].bfloat16()) for name, one in parameters(half).items())
     _, eight = sideways(tmp_path, precision="fp8")
     bound = parameters(eight)
     for name in ("one", "two"):  # scales are of the rows that it has here, not of those on the disk
