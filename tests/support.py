@@ -229,6 +229,7 @@ def write_root(
         f'family = "onerec"\ndevice = "cpu"\n{extra}\n[sid]\nsizes = {list(sizes)}\n'
         f"[limits]\nwidths = [{widths}]\n{limits}\n"
         '[server]\nport = 0\nadmin_port = 0\nadmin_auth = "none"\npolicy_override = true\ndrain_delay_s = 0.05\n'
+        "threads = 1\n"  # two that meet after each small product wait for each other where others want the cores
     )
     write_weights(root, onerec_config(sizes), onerec_weights(onerec_config(sizes), seed))
     write_vocab(root, sizes, items)

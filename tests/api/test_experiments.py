@@ -57,7 +57,7 @@ async def until(url, good):
 async def test_an_experiment_from_its_file_to_its_end(tmp_path):
     root = write_root(tmp_path / "root", policies={"wide": "widebeam: 1\nextends: base\nwidths: [9, 9, 9]\n"})
     toml = root / "deployment.toml"
-    toml.write_text(toml.read_text() + "threads = 1\narm_override = true\n[log]\nrequests = 1.0\n")
+    toml.write_text(toml.read_text() + "arm_override = true\n[log]\nrequests = 1.0\n")
     (root / "policies" / "traffic.yaml").write_text(TRAFFIC)
     async with serving(root) as (where, _, _):
         assert await experiment(where.admin) is None

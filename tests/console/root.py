@@ -28,7 +28,7 @@ def make(tmp_path: Path) -> Path:
     root = world(tmp_path)
     toml = root / "deployment.toml"
     text = toml.read_text().replace('admin_auth = "none"', 'admin_auth = "token"\nadmin_tokens = "admin.tokens"')
-    toml.write_text(text.replace("[server]", "[server]\nthreads = 1"))
+    toml.write_text(text)
     (root / "admin.tokens").write_text(f"read {READ}\nwrite {WRITE}\n")
     (root / "policies" / "traffic.yaml").write_text(TRAFFIC)
     (root / "policies" / "experiments").mkdir()

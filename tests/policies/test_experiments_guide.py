@@ -23,7 +23,7 @@ USERS = [f"u-{n}" for n in range(120)]
 def root_of(tmp_path):
     root = write_root(tmp_path / "root", sizes=(32, 32, 32))
     toml = root / "deployment.toml"
-    toml.write_text(toml.read_text() + 'threads = 1\n[log]\nunit_salt = "shop"\n')
+    toml.write_text(toml.read_text() + '[log]\nunit_salt = "shop"\n')
     for name, text in FILES:
         (root / "policies" / name).parent.mkdir(exist_ok=True)
         (root / "policies" / name).write_text(text)

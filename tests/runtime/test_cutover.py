@@ -612,7 +612,7 @@ async def test_a_context_beyond_the_positions_of_the_model_is_refused_and_what_s
     (root / "deployment.toml").write_text(
         f'family = "qwen3"\ndevice = "cpu"\n[sid]\nsizes = {list(sizes)}\ntoken_base = {list(bases)}\n'
         "[limits]\nwidths = [8, 8, 8]\nrows = 64\nbatch = 4\ncontext = 24\n"
-        '[server]\nport = 0\nadmin_port = 0\nadmin_auth = "none"\ndrain_delay_s = 0.05\n'
+        '[server]\nport = 0\nadmin_port = 0\nadmin_auth = "none"\ndrain_delay_s = 0.05\nthreads = 1\n'
     )
     tiny.write(tmp_path / "exported", "qwen3", max_position_embeddings=64)
     config = tiny.config("qwen3", max_position_embeddings=64)

@@ -32,6 +32,7 @@ port = 0
 admin_port = 0
 admin_auth = "none"
 drain_delay_s = 0.05
+threads = 1
 """
 
 

@@ -38,6 +38,7 @@ admin_port = 0
 admin_auth = "none"
 policy_override = true
 drain_delay_s = 0.05
+threads = 1
 """
 
 
