@@ -102,7 +102,8 @@ def serving(root: Path, *flags: str, group: bool = False) -> Iterator[Server]:
     """Start a server; end it (and fail if it left a traceback of its own in the log). group: in a process group of its
     own, of which it is the leader"""
     command = [sys.executable, "-m", "app", "serve", "--root", str(root), *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    # the engine's threads, where a root has several, sleep while they wait for each other: others may want the cores
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONWARNINGS": "default"}
     group_of = 0 if group else None
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, process_group=group_of
