@@ -77,7 +77,7 @@ test-slow: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --timeout 400
 
 test-oracles: $(VENV)/.oracles
-	$(BIN)/python -m pytest tests/oracles
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/oracles
 
 test-kernels: $(VENV)/.kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --timeout 300 tests/kernels tests/ops
