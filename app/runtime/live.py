@@ -276,5 +276,7 @@ class Live:
         yield from self._contracts.unkept
         if self._policies.unsaved is not None:
             yield self._policies.unsaved
+        if self._takedowns.unsaved is not None:
+            yield self._takedowns.unsaved
         if self._kill.unkept:
             yield Rejected("kill_list_not_kept", self._kill.unkept, location=f"state/{state_dir.KILL_LIST}")

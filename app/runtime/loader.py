@@ -221,7 +221,7 @@ class _Gate:
             if found is not None and self._damaged(last, seen, found) is None:
                 self._note("takedowns", found.version, State.ACTIVE, digest=found.digest)
                 if found.digest != last.digest:
-                    with suppress(OSError):  # it is tried again with the next list
+                    with suppress(OSError):  # it is tried again once this serves
                         keep(self._state, found)
                 return found
             if found is not None:

@@ -17,10 +17,11 @@ from app.runtime.snapshot import Snapshot
 from app.runtime.states import State
 from app.runtime.status import Reason, unfinished
 from app.runtime.survey import Candidate, Survey, survey
-from app.runtime.takedowns import NOTHING, Takedowns, keep, load_takedowns
+from app.runtime.takedowns import KEPT, NOTHING, Takedowns, keep, kept, load_takedowns
 from app.vocab.manifest import strays, verify, version_key
 
 PERIOD_S: Final = 2.0
+PLACE: Final = f"state/{KEPT}"
 NAMED: Final = 20
 """Things that are no version and are named all the same: a folder may hold very many."""
 IGNORED: Final = "takes nothing down: a list is a folder that `widebeam takedown publish FILE --root ROOT` makes"
@@ -30,6 +31,7 @@ class TakedownUpdates:
     """Follows takedowns/ in a thread of its own: nobody waits behind weights that are being loaded. Event loop only.
 
     compose  puts what else belongs to a snapshot into it, `takedowns` among that
+    unsaved  why what is in force is not among the server's own files, where it is not: it is tried again
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class TakedownUpdates:
         self._survey: Survey | None = None
         self._refused: dict[str, str] = {}
         self._looked_at = ""
+        self._kept = _name(NOTHING)
         self.takedowns: Takedowns = NOTHING
+        self.unsaved: Rejected | None = None
 
     def close(self) -> None:
         """End the thread."""
@@ -75,6 +79,7 @@ class TakedownUpdates:
 
     async def check(self) -> None:
         """Put the newest usable list in force. A list that is gone from the disk stays in force until another comes."""
+        await self._keep()
         seen = await self._background.run(lambda: survey(self._root, self._state_dir, self._survey, ("takedowns",)))
         ignored = await self._background.run(lambda: strays(self._root, "takedowns")[:NAMED])
         self._survey = seen
@@ -150,18 +155,41 @@ class TakedownUpdates:
         if before.version and before.version != one.version:
             self._move(before.version, State.DRAINING)
             self._move(before.version, State.RETIRED)
-        try:
-            await self._background.run(lambda: keep(self._state_dir, takedowns))
-        except OSError as error:
-            self._log.warning("takedowns_not_kept", version=one.version, reason=error.strerror)
         self._log.info("takedowns_live", version=one.version, items=len(takedowns.ids))
+        await self._keep()
         return True
+
+    async def _keep(self) -> None:
+        """Write down what is in force, once; where that fails, the next look tries it again."""
+        now = self.takedowns
+        if _name(now) == self._kept:
+            return
+        try:
+            await self._background.run(lambda: _write(self._state_dir, now))
+        except OSError as error:
+            problem = Rejected("takedowns_not_kept", f"cannot be written: {error.strerror}", location=PLACE)
+            if self.unsaved is None:
+                self._log.error(problem.code, version=now.version, message=problem.message, location=PLACE)
+            self.unsaved = problem
+        else:
+            if self.unsaved is not None:
+                self._log.info("takedowns_kept", version=now.version, location=PLACE)
+            self._kept, self.unsaved = _name(now), None
 
     def _move(self, version: str, state: State, digest: str | None = None, reason: Reason | None = None) -> None:
         known = self._ledger.state("takedowns", version)
         if known is None or (known in {State.REJECTED, State.RETIRED, State.INCOMPLETE} and state is not known):
             self._ledger.move("takedowns", version, State.DISCOVERED)
         self._ledger.move("takedowns", version, state, digest=digest, reason=reason)
+
+
+def _write(state: Path, takedowns: Takedowns) -> None:
+    if _name(kept(state)) != _name(takedowns):
+        keep(state, takedowns)
+
+
+def _name(takedowns: Takedowns) -> tuple[str, str]:
+    return takedowns.version, takedowns.digest
 
 
 def _loaded(one: Candidate) -> Takedowns:

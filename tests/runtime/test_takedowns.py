@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import Rejected
+from app.runtime import loader, takedown_updates
 from app.runtime.takedowns import KEPT, NOTHING, Takedowns, keep, kept, load_takedowns
 from app.vocab.publish import commit, draft
 from tests import support
+from tests.live_support import live_server
+from tests.runtime.test_cutover import takedown, world
 
 SIZES = (3, 3, 3)
 DEPLOYMENT = support.deployment_of(SIZES)
@@ -100,3 +105,31 @@ def test_what_is_no_list_in_the_servers_own_files_is_none(tmp_path, data):
     assert kept(tmp_path).ids == ("i1",)
     (tmp_path / KEPT).write_bytes(data)
     assert kept(tmp_path) == NOTHING
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+async def test_a_list_that_cannot_be_kept_counts_is_said_and_is_kept_when_there_is_room(
+    tmp_path, monkeypatch, at_start
+):
+    root = world(tmp_path)
+    with monkeypatch.context() as disk:
+        disk.setattr(loader, "keep", full)
+        disk.setattr(takedown_updates, "keep", full)
+        if at_start:
+            takedown(root, "v1", ["a1"])
+        async with live_server(root) as server:
+            if not at_start:
+                takedown(root, "v1", ["a1"])
+            status = await server.settles(lambda status: status["unsaved"])
+            assert status["active"]["takedowns"]["version"] == "v1"
+            [why] = status["unsaved"]
+            assert (why["code"], why["location"]) == ("takedowns_not_kept", "state/takedowns.json")
+            assert kept(root / "state").version == ""
+            disk.undo()
+            await server.settles(lambda status: status["unsaved"] == [])
+            assert kept(root / "state").ids == ("a1",)
+            assert len(server.events("takedowns_not_kept")) == len(server.events("takedowns_kept")) == 1
