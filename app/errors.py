@@ -210,13 +210,16 @@ class Fault(WidebeamError):
 
 
 def let_go(error: BaseException) -> None:
-    """Take the tracebacks from an error, and from what caused it, once they are written down. Their frames hold all
-    that was being computed, snapshots with it; whoever holds the error in turn, as a client's future does, would keep
-    these until garbage is collected."""
-    found: BaseException | None = error
-    while found is not None:
-        found.__traceback__ = None
-        found = found.__cause__ or found.__context__
+    """Take the tracebacks from an error, and from what caused it or was being handled, once they are written down.
+    Their frames hold all that was being computed, snapshots with it; whoever holds the error in turn, as a client's
+    future does, would keep these until garbage is collected."""
+    left, seen = [error], set[int]()
+    while left:
+        found = left.pop()
+        if id(found) not in seen:
+            seen.add(id(found))
+            found.__traceback__ = None
+            left += [one for one in (found.__cause__, found.__context__) if one is not None]
 
 
 def counted(number: int, noun: str, many: str | None = None) -> str:

@@ -128,6 +128,7 @@ OUTCOME: Final[Mapping[type[BaseException], str]] = {
     errors.Refused: "refused",
     errors.Expired: "expired",
     errors.Cancelled: "cancelled",
+    errors.Underfilled: "underfilled",
 }
 """What log and metrics call it."""
 

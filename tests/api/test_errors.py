@@ -28,6 +28,7 @@ class NewInvalid(tree.InvalidRequest):
         (tree.NotReady("x"), 503, "refused"),
         (tree.DeadlineTooShort("x"), 503, "refused"),
         (tree.Expired("x"), 504, "expired"),
+        (tree.Underfilled("x"), 503, "underfilled"),
         (tree.Cancelled("x"), 499, "cancelled"),
         (tree.ModelOutput("x"), 503, "failed"),
         (tree.Fault("x"), 500, "failed"),
