@@ -188,9 +188,9 @@ def test_a_piece_is_hashed_while_the_next_one_is_read_and_no_longer_used_then(tm
 
 def test_a_reader_that_is_left_early_leaves_no_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors, "CHUNK", 1 << 20)
-    file, before = tmp_path / "x.safetensors", threading.active_count()
+    file, before = tmp_path / "x.safetensors", set(threading.enumerate())
     file.write_bytes(save({"a": torch.zeros(5 << 18)}))
     with pytest.raises(KeyError), Reader(file) as reader:
         for _ in reader.read(reader.entries["a"], 5 << 18):
             raise KeyError
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # others may have ended
