@@ -97,7 +97,8 @@ def _fingerprint(found: Found) -> str:
     complete: a manifest that comes between that and this moment must make a difference to the next survey."""
     directory = found.directory
     digest = hashlib.sha256(str(found.complete).encode())
-    for base, folders, files in () if leads_out(directory, directory.parent) else os.walk(directory):
+    outside = _is_link(directory) and leads_out(directory, directory.parent)
+    for base, folders, files in () if outside else os.walk(directory):
         folders.sort()
         for name in sorted(files):
             path = Path(base) / name
@@ -107,12 +108,22 @@ def _fingerprint(found: Found) -> str:
                 digest.update(f"{path} {times}\n".encode("utf-8", "surrogateescape"))
             except OSError as error:
                 digest.update(f"{path} {error.errno}\n".encode("utf-8", "surrogateescape"))
-    digest.update(_bytes(directory / FILE, directory.parent) or b"-")
+    digest.update(_bytes(directory / FILE) or b"-")
     return digest.hexdigest()
 
 
-def _bytes(file: Path, folder: Path) -> bytes | None:
+def _bytes(file: Path) -> bytes | None:
+    """Of a file of a version, or of what a link there leads to inside the versions of a kind."""
+    linked = _is_link(file.parent) or _is_link(file)
     try:
-        return read_small(file, MOST, folder)
+        return read_small(file, MOST, file.parent.parent if linked else None)
     except OSError:
         return None
+
+
+def _is_link(path: Path) -> bool:
+    """One call, where following links takes one for each folder above, and each gives the interpreter away."""
+    try:
+        return path.is_symlink()
+    except OSError:  # then whoever follows it finds out
+        return True

@@ -33,6 +33,8 @@ Kind = Literal["weights", "vocab", "takedowns"]
 AnyKind = Literal["weights", "vocab", "takedowns", "engine"]
 """Those, and compiled engines, below ROOT/engines/."""
 CHUNK = 1 << 20
+PIECE = 16 << 20
+"""Bytes that are hashed in one go: between two of them whoever hashes waits for the interpreter."""
 MAX_MANIFEST = 16 << 20
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _UNFINISHED = (".partial", ".part", ".tmp", ".bak", ".old", ".swp")
@@ -161,19 +163,15 @@ def verify(
     """`read_manifest`, and the digests of its files. Raises Rejected("file_digest") with the file.
 
     which    whether a file is looked at here; others are hashed by whoever reads them
-    between  called before each `CHUNK`: whoever has had enough raises there
+    between  called before each `PIECE`: whoever has had enough raises there
     """
     manifest = read_manifest(directory, kind)
     for name, entry in sorted(manifest.files.items()):
         if not which(name):
             continue
-        digest = hashlib.sha256()
         with _opened(directory, name) as descriptor:
-            between()
-            while chunk := os.read(descriptor, CHUNK):
-                digest.update(chunk)
-                between()
-        _check_digest(name, entry, digest.hexdigest())
+            sha256 = _sha256(descriptor, min(entry.size, PIECE), between)
+        _check_digest(name, entry, sha256)
     return manifest
 
 
@@ -238,6 +236,16 @@ def _check_name(name: str) -> None:
     unsafe = any(part in {"", ".", ".."} for part in parts) or "\\" in name or any(ord(char) < 32 for char in name)
     if unsafe or name == FILE or len(name.encode("utf-8", "surrogatepass")) > 1024:
         raise Rejected("file_name", f"{name!r} is no file name inside the version's directory", location=FILE)
+
+
+def _sha256(descriptor: int, size: int, between: Callable[[], None]) -> str:
+    """Of a file to its end, in memory of about `size` bytes."""
+    memory, digest = np.empty(max(size, 1), np.uint8).data, hashlib.sha256()
+    between()
+    while count := os.readv(descriptor, [memory]):
+        digest.update(memory[:count])
+        between()
+    return digest.hexdigest()
 
 
 def _check_digest(name: str, entry: FileEntry, sha256: str) -> None:

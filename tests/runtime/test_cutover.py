@@ -443,6 +443,7 @@ async def test_a_served_version_that_is_overwritten_or_removed_serves_on_and_is_
     root = world(tmp_path)
     async with live_server(root) as server:
         truth = Truth(root)
+        await server.settles(lambda status: status["desired"])  # what comes after the first look is a change
         for history in HISTORIES:
             for policy in ("base", "narrow"):
                 truth.of("v1", "v1", policy, history)

@@ -74,6 +74,7 @@ async def test_an_overlay_that_never_stands_still_at_all_is_not_believed_and_ver
     monkeypatch.setattr(artifact_updates, "MOST_RESTLESS_S", 0.6)
     root, count = world(tmp_path), [0]
     async with live_server(root) as server:
+        await server.settles(lambda status: status["desired"])  # the first look believes what it sees
         load = Load(server, Truth(root), clients=2)
         first = (await server.status())["active"]["contract"]
         real = artifact_updates.survey

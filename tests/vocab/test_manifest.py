@@ -123,7 +123,7 @@ def test_a_fault_is_refused_twice_with_its_place(name: str, version: Path) -> No
 
 
 def test_whoever_has_had_enough_of_a_look_ends_it_in_the_middle_of_a_file(version: Path, monkeypatch) -> None:
-    monkeypatch.setattr(manifest_module, "CHUNK", 1)
+    monkeypatch.setattr(manifest_module, "PIECE", 1)
     size, left = sum(entry.size for entry in verify(version, "weights").files.values()), [0]
 
     def enough() -> None:
