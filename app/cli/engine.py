@@ -134,7 +134,8 @@ def _make(root: Path, wanted: Engine) -> bool:
     whole."""
     directory = home(root, "engine") / wanted.id
     if not directory.exists():
-        say(f"compiling {counted(len(wanted.builds) + len(wanted.added), 'module')} for {wanted.identity.arch}")
+        modules = counted(len(wanted.builds) + len(wanted.added), "module")
+        say(f"making {modules} for {wanted.identity.arch}; what no other engine here has is compiled")
         try:
             engine_artifact.build(root, wanted, made_by(), available_cores())
         except Rejected as error:

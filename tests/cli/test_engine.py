@@ -44,7 +44,7 @@ def test_build_makes_an_engine_once_and_says_where(root):
     code, out, err = run("build", "--root", root, "--json")
     first = json.loads(out)
     assert (code, first["arch"], first["made"]) == (0, "sm_90", True)
-    assert f"compiling {first['modules']} modules for sm_90" in err
+    assert f"making {first['modules']} modules for sm_90" in err
     assert (root / "engines" / first["engine"] / "MANIFEST.json").is_file()
     code, out, _ = run("build", "--root", root)
     assert (code, out) == (0, f"{root}/engines/{first['engine']}: {first['modules']} modules, there already\n")
@@ -74,7 +74,7 @@ def test_build_takes_the_roots_policies_and_show_lists_them(with_policies):
     made = json.loads(out)
     assert (code, set(made["policies"])) == (0, {"lighter", "weighted"})
     added = sum(made["policies"].values())  # they share none
-    assert f"compiling {made['modules']} modules" in err
+    assert f"making {made['modules']} modules" in err
     directory = with_policies / "engines" / made["engine"]
     assert len(list(directory.glob("*.cubin"))) == made["modules"]
     code, out, _ = run("build", "--root", with_policies)
