@@ -68,8 +68,9 @@ async def test_a_new_version_does_not_wait_for_a_look_at_the_files_of_those_in_m
             assert not held.go.is_set()
         finally:
             held.go.set()
-        file = root / "weights" / "v2" / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        with (root / "weights" / "v2" / "model.safetensors").open("r+b") as file:  # never of another size meanwhile
+            file.seek(-1, os.SEEK_END)
+            file.write(b"?")
         status = await server.settles(lambda status: reason(status, "v2") == "changed_on_disk")
         assert "SHA-256 is" in state_of(status, "weights", "v2")["reason"]["message"]
 
