@@ -2,8 +2,8 @@
 logits are read, and no tensor of them is written.
 
 The text depends on the structure alone: parameters, widths and what requests say are read from a table, so that an edit
-of parameters compiles nothing and arms share a kernel. Of the operators of rows `min_p` and `epsilon` have such a form,
-of the ways to select `top` and `stochastic`; those of requests and the place among siblings have none.
+of parameters compiles nothing and arms share a kernel. Of the operators of rows `top_k`, `min_p` and `epsilon` have
+such a form, of the ways to select `top` and `stochastic`; those of requests and the place among siblings have none.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from app.policies.lower import MAX_PRODUCT, Scope, lower_condition, lower_number
 
 FLOORS = {"min_p": "add(best, {})", "epsilon": "{}"}
 """Operators of `keep` that leave what reaches a log-probability, by the row's largest, `best`, and that of their p."""
+HEADS = frozenset({"top_k"})
+"""Operators of `keep` that leave so many of a row."""
+KEEPS = HEADS | FLOORS.keys()
 DRAWN = {"gumbel": "RANK_GUMBEL", "uniform": "RANK_UNIFORM"}
 """Names whose numbers the kernels draw, each where it is read, and what asks them to."""
 SELECTS = frozenset({"top", "stochastic"})
@@ -44,7 +47,7 @@ def generate(
 ) -> Generated | str:  # fmt: skip
     """The step's phases as C, or why there is none.
 
-    logits, rank  None where they are `logit` and `score` · keep: operators, of FLOORS, and their p
+    logits, rank  None where they are `logit` and `score` · keep: operators, of KEEPS, and their n or p
     stochastic    the way to select: its rank, which is handed on, is made of the score
     """
     if keep and logits is not None:
@@ -54,9 +57,12 @@ def generate(
         lines = [f"#define RANK_NORMED {int(normalized)}"]
         if logits is not None:
             lines.append(f"#define RANK_LOGIT {text.number(logits)}")
-        if keep:
-            floors = [FLOORS[op].format(f"log_64({text.number(p)})") for op, p in keep]
+        floors = [FLOORS[op].format(f"log_64({text.number(p)})") for op, p in keep if op in FLOORS]
+        if floors:
             lines.append(f"#define RANK_FLOOR {reduce(lambda one, other: f'larger({one}, {other})', floors)}")
+        heads = [text.number(n) for op, n in keep if op in HEADS]
+        if heads:  # in any order: each leaves the beginning of the same order of a row
+            lines.append(f"#define RANK_MOST {reduce(lambda one, other: f'lesser({one}, {other})', heads)}")
         lines.append(f"#define RANK_SCORE {text.number(score)}")
         if rank is not None:
             lines.append(f"#define RANK {text.number(rank)}")

@@ -14,7 +14,7 @@ from app.policies.check_types import bind, bounds, constant, dependence
 from app.policies.expr import Argument, Binary, Expr, Field, Name, OneOf, Operation, show, walk
 from app.policies.expr import Compare as Comparison
 from app.policies.facts import Facts
-from app.policies.generate import FLOORS, SELECTS, generate
+from app.policies.generate import KEEPS, SELECTS, generate
 from app.policies.generated import Generated
 from app.policies.groups import group_of, keys_of
 from app.policies.lower import Scope, lower_condition, lower_number
@@ -100,7 +100,7 @@ def _generated(parts: Parts, phases: Mapping[str, Resolved], scope: Scope) -> Ge
     keep = operations(phases["keep"])
     operators = {"prune": not _heads(parts), "quota": parts.caps or parts.floors}
     more = [word for word, given in operators.items() if given]
-    more = [one.op for one in keep if one.op not in FLOORS] + more
+    more = [one.op for one in keep if one.op not in KEEPS] + more
     if parts.select.name not in SELECTS:
         more.append(parts.select.name)
     if more:
@@ -109,7 +109,7 @@ def _generated(parts: Parts, phases: Mapping[str, Resolved], scope: Scope) -> Ge
     assert score is not None, "checked"
     return generate(
         logits if parts.logits is not None else None,
-        [(one.op, _given(one, "p")) for one in keep],
+        [(one.op, _only(one)) for one in keep],
         score,
         rank if parts.rank is not None else None,
         scope,
@@ -173,6 +173,12 @@ def argument(operation: Operation, name: str) -> float:
 
 def _bound(operation: Operation) -> dict[str, Argument]:
     return bind(BUILT_IN[operation.op], operation)[0]
+
+
+def _only(operation: Operation) -> Expr:
+    """The argument of a built-in operator that takes one."""
+    [given] = _bound(operation).values()
+    return given.value
 
 
 def _given(operation: Operation, name: str) -> Expr:

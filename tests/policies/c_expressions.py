@@ -146,10 +146,14 @@ def rank_of(
 def stays(
     lines: Mapping[str, str], names: Mapping[str, Values], values: list[Values], legal: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Legal candidates that RANK_FLOOR leaves: what reaches the floor, and the first of a row's best."""
+    """Legal candidates that RANK_FLOOR leaves: what reaches the floor, and the first of a row's best; and RANK_MOST:
+    the best of them, the first of equal ones."""
+    logp = np.where(legal, names["logp"], np.float32(-np.inf))
+    if "RANK_MOST" in lines:
+        place = np.argsort(np.argsort(-logp, axis=1, kind="stable"), axis=1)
+        legal = legal & (place < compute(lines["RANK_MOST"], {}, values, []))
     if "RANK_FLOOR" not in lines:
         return legal
-    logp = np.where(legal, names["logp"], np.float32(-np.inf))
     floor = compute(lines["RANK_FLOOR"], {"best": logp.max(1, keepdims=True)}, values, [])
     first = np.arange(logp.shape[1]) == logp.argmax(1)[:, None]
     return legal & ((logp >= floor) | first)

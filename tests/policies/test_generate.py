@@ -28,15 +28,18 @@ EXPRESSIONS = {
     "probable": ["rank: score - prob * sigmoid(user.age) + exp(logp / 2) ** 0.5 + (attr.age + 1) ** 0.3"],
     "temperature": ["logits: logit / param.p"],
     "min_p": ["keep:", "  - min_p(param.p)"],
+    "top_k": ["keep:", "  - top_k(2)"],
+    "heads and floors": ["keep:", "  - top_k(3)", "  - min_p(0.3)", "  - top_k(4)", "rank: score - 0.5 * attr.age"],
     "floors": ["keep:", "  - epsilon(0.3)", "  - min_p(0.9)", "rank: score - 0.5 * attr.age"],
     "same": ["score: parent + logp * 1"],
     "noisy": ["rank: score + param.d * gumbel"],
     "two kinds of noise": ["rank: where(uniform < 0.4, score, score - prior.popularity) + gumbel / (1 + uniform)"],
     "stochastic": ["select: stochastic()"],
+    "stochastic of some": ["keep:", "  - top_k(3)", "select: stochastic()"],
     "stochastic of few": ["keep:", "  - min_p(0.3)", "score: parent + 0.5 * logp", "select: stochastic()"],
 }
 CLOSE = {"functions", "probable"}
-NORMED = {"stochastic": "valid", "stochastic of few": "valid"}
+NORMED = {"stochastic": "valid", "stochastic of few": "valid", "stochastic of some": "valid"}
 
 
 def own(plan: Plan) -> Generated:
@@ -129,7 +132,7 @@ def test_an_edit_of_parameters_changes_no_text():
     [
         (["rank: score - 0.3 * sibling"], "`sibling` is not computed inside the kernels"),
         (["rank: score + gumbel - sibling"], "`sibling` is not computed inside the kernels"),
-        (["keep:", "  - top_k(2)"], "top_k works on all ranks"),
+        (["keep:", "  - top_k(2)", "  - top_p(0.5)"], "top_p works on all ranks"),
         (["prune:", "  - within_parent(1)", "quota:", "  - cap(parent, 2)"], "prune and quota work on all ranks"),
         (["prune:", "  - within(param.d)", "rank: score * 2"], "prune works on all ranks"),
         (["select: explore(share=0.4)"], "explore works on all ranks"),
@@ -146,9 +149,9 @@ def test_what_has_no_text_says_why(lines, why):
     assert step.unfit == why
 
 
-def test_a_sample_of_what_more_than_a_floor_leaves_has_no_text():
-    step = policy("keep:", "  - top_k(2)", "select: stochastic()", normalize="valid").structure.steps[1]
-    assert (step.generated, step.unfit) == (None, "top_k works on all ranks")
+def test_a_sample_of_what_has_no_text_has_none():
+    step = policy("keep:", "  - top_p(0.2)", "select: stochastic()", normalize="valid").structure.steps[1]
+    assert (step.generated, step.unfit) == (None, "top_p works on all ranks")
 
 
 def test_what_follows_the_logits_needs_no_text():

@@ -36,6 +36,7 @@ EXPRESSIONS = {
     "unseen first": "    normalize: step\n    rank: score - where(seen, 5, 0)\n",
     "likely": "    normalize: valid\n    mask: trie and not seen\n    rank: score + 3 * prob - width / 9\n",
     "likely enough": "    normalize: step\n    keep:\n      - min_p(0.4)\n      - epsilon(0.05)\n",
+    "three of a row": "    normalize: full\n    keep:\n      - top_k(3)\n",
     "near": "    normalize: full\n    score: parent + 0.7 * logp\n    prune:\n      - within(0.8)\n",
     "any code": "    normalize: none\n    mask: not seen\n    rank: where(logp > 0, score, 2 * score) - width\n",
     "noisy": "    normalize: full\n    rank: score + 0.7 * gumbel - uniform\n",

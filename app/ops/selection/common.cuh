@@ -76,6 +76,12 @@ __device__ __forceinline__ float sub(float a, float b) {
     return c;
 }
 
+// T0 as one number, larger is better: the score, then the smallest order * codes + code. -0.0 is +0.0. Never 0.
+__device__ __forceinline__ u64 key_of(float score, u32 place) {
+    u32 rank = (u32)ordered(add(score, 0.f)) ^ 0x80000000u;
+    return (u64)rank << 32 | (0xffffffffu - place);
+}
+
 __device__ __forceinline__ float score_of(float logit, float norm, float parent) {
 #if SCORE == 0
     return logit;

@@ -153,8 +153,9 @@ def select(
     broken = torch.empty(n if ranked else 0, dtype=torch.int32, device=device)
     rank = torch.empty(total if ranked and ranked.wanted else 0, dtype=torch.float32, device=device)
     if ranked is not None:
-        of_rows = torch.empty(3, n, dtype=torch.float32, device=device)  # floors, two numbers each, and largest
-        own = (of_rows.data_ptr(), 0 if ranked.noise is None else ranked.noise.data_ptr(), of_rows[2].data_ptr())
+        of_rows = torch.empty(5, n, dtype=torch.float32, device=device)  # lasts and floors, two numbers each, largest
+        lasts, floors, largest = (of_rows[at].data_ptr() for at in (0, 2, 4))
+        own = (lasts, floors, 0 if ranked.noise is None else ranked.noise.data_ptr(), largest)
         given = (*_given(ranked), *own, rank.data_ptr() if ranked.wanted else 0)
         of_score, definitions = RANKED, ranked.definitions
     made = defines(

@@ -21,10 +21,51 @@ __device__ __forceinline__ void columns_of(const Given& given, i64 row, int e, i
     }
 }
 
-#ifdef RANK_FLOOR
+#if defined RANK_FLOOR || defined RANK_MOST
 #define LOOKED true  // the row has been looked at before its ranks are computed
 #else
 #define LOOKED (NORM != 0)
+#endif
+
+#ifdef RANK_FLOOR
+#define SEEN true  // the same of RANK_MOST
+#else
+#define SEEN (NORM != 0)
+#endif
+
+#ifdef RANK_MOST
+// Adds one for each lane with `in`; lanes with the same digit as the first, as likely codes have, are added up before.
+__device__ __forceinline__ void count(u32* counts, bool in, u32 digit) {
+    const u32 lanes = __ballot_sync(ALL, in);
+    if (!lanes) return;
+    const u32 common = __shfl_sync(ALL, digit, __ffs(lanes) - 1), together = __ballot_sync(ALL, in && digit == common);
+    if (in && digit != common) atomicAdd(counts + digit, 1u);
+    if ((threadIdx.x & 31) == 0) atomicAdd(counts + common, (u32)__popc(together));
+}
+
+// The digit, from the largest of 256, at which the counts reach `need`, and what is above it; ALL where they do not.
+__device__ __forceinline__ void find(const u32* counts, u32 need, u32& digit, u32& before) {
+    const int lane = threadIdx.x & 31, first = 255 - lane * 8;
+    u32 own = 0;
+    for (int d = 0; d < 8; d++) own += counts[first - d];
+    u32 sum = own;
+#pragma unroll
+    for (int i = 1; i < 32; i <<= 1) {
+        const u32 y = __shfl_up_sync(ALL, sum, i);
+        if (lane >= i) sum += y;
+    }
+    if (lane == 31 && sum < need) digit = ALL;
+    u32 above = sum - own;
+    if (above >= need || sum < need) return;
+    for (int d = 0; d < 8; d++) {
+        const u32 n = counts[first - d];
+        if (above + n >= need) {
+            digit = first - d, before = above;
+            break;
+        }
+        above += n;
+    }
+}
 #endif
 
 // One row a block of 128 threads; operands as of `scan`, and
@@ -138,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
     less = norm[row];
 #endif
 
-    Floor floor = {NEG, -1, NEG};
+    Floor floor = {NEG, -1, NEG, 0};
 #ifdef RANK_FLOOR
     __shared__ int peaks[4], first_best;
     float peak = NEG;
@@ -169,6 +210,39 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
         floor.only = first_best;
     }
     if (threadIdx.x == 0) floors[row] = make_float2(floor.least, __int_as_float(floor.only));
+#endif
+
+#ifdef RANK_MOST
+    // The digits of the last that stays, until all stay that share them.
+    __shared__ u32 counts[256], digit, before;
+    u32 need = (u32)RANK_MOST;
+    for (int shift = 56; shift >= 0 && need; shift -= 8) {
+        counts[threadIdx.x] = counts[threadIdx.x + 128] = 0;
+        __syncthreads();
+        for (int first = warp * LOADS; first < units; first += STRIDE) {
+            hold(first, shift < 56 || SEEN);
+#pragma unroll
+            for (int u = 0; u < LOADS; u++) {
+                const uint4 x = keep_bits(v[u], bits[u]);
+#pragma unroll 1
+                for (int k = 0; k < V; k++) {
+                    const float y = element_at(x, k), logp = RANK_NORMED ? sub(y, less) : y;
+                    const u64 key = key_of(logp, (first + u) * UNIT + lane * V + k);
+                    count(counts, y > NEG && (shift == 56 || (key ^ floor.last) >> (shift + 8) == 0), key >> shift & 255u);
+                }
+            }
+        }
+        __syncthreads();
+        if (warp == 0) find(counts, need, digit, before);
+        __syncthreads();
+        if (digit > 255) break;  // fewer than may stay
+        floor.last |= (u64)digit << shift, need -= before;
+        const bool all = counts[digit] == need;
+        __syncthreads();
+        if (all) break;
+        if (shift == 32 && codes <= 1 << 16) floor.last |= 0xffff0000u, shift = 16;  // two digits that all codes share
+    }
+    if (threadIdx.x == 0) given.lasts[row] = floor.last;
 #endif
 
     int upper = ordered(NEG), lower = 0x7fffffff, ill = 0;

@@ -6,6 +6,7 @@
 //     RANK_LOGIT    the logit after the policy's change, of `logit`; undefined: as it is
 //     RANK_FLOOR    of the row's largest legal `logp`, `best`: candidates below it are out, but for the first of the best;
 //                   undefined: none is
+//     RANK_MOST     how many of a row's legal candidates stay, the best by `logp`, the first of equal ones; undefined: all
 //     RANK_SCORE    of `logp`, `parent`, values and columns: what a survivor carries
 //     RANK          of the same and `score`: what survivors are chosen by; undefined: the score
 //     RANK_GUMBEL, RANK_UNIFORM  1: RANK or RANK_DRAWN reads `gumbel`, `uniform`: a candidate's own noise (noise.cuh)
@@ -32,6 +33,13 @@
 #define RANK_GUMBEL 1
 #define RANK_UNIFORM 1
 #define RANK add(sub(score, mul(value(0), uniform)), mul(column(0), gumbel))
+#elif EXAMPLE == 3
+#define RANK_VALUES 1
+#define RANK_COLUMNS 0
+#define RANK_NORMED 1
+#define RANK_FLOOR log_64(value(0))
+#define RANK_MOST 100.f
+#define RANK_SCORE add(parent, mul(logp, value(0)))
 #else
 #define RANK_VALUES 2
 #define RANK_COLUMNS 1
@@ -53,23 +61,25 @@ struct Given {
     const float* values;                  // [n, RANK_VALUES]
     const float* columns[MOST_COLUMNS];  // [n, >= codes] each
     i64 strides[MOST_COLUMNS];
-    const float2* floors;                 // [n] of rank_scan
+    u64* lasts;                           // [n] of rank_scan: key_of the last that RANK_MOST leaves
+    float2* floors;                       // [n] of rank_scan
     const i64* noise;                     // [n, 3]: seed, hash of the prefix, step
     float* largest;                       // [n] of rank_scan: `top`
     float* ranks;                         // [M] out: the survivors' ranks; null where nobody wants them
 };
 
-struct Floor {  // what is out of a row: logp below `least`, but for the code `only`; and its `top`
+struct Floor {  // what is out of a row: logp below `least`, but for the code `only`, and keys below `last`; and its `top`
     float least;
     int only;
     float top;
+    u64 last;
 };
 
 #define GIVEN_PARAMETERS \
     , const float *__restrict__ values, const float *__restrict__ column0, const float *__restrict__ column1, \
-    const float *__restrict__ column2, i64 stride0, i64 stride1, i64 stride2, float2 *floors, \
+    const float *__restrict__ column2, i64 stride0, i64 stride1, i64 stride2, u64 *lasts, float2 *floors, \
     const i64 *__restrict__ noise, float *largest, float *ranks
-#define GIVEN {values, {column0, column1, column2}, {stride0, stride1, stride2}, floors, noise, largest, ranks}
+#define GIVEN {values, {column0, column1, column2}, {stride0, stride1, stride2}, lasts, floors, noise, largest, ranks}
 
 #define NOT_A_NUMBER __int_as_float(0x7fc00000)
 
@@ -138,10 +148,13 @@ __device__ __forceinline__ float least_of(const Given& given, float best, i64 ro
 #endif
 
 __device__ __forceinline__ Floor floor_of(const Given& given, i64 row) {
-    Floor out = {NEG, -1, NEG};
+    Floor out = {NEG, -1, NEG, 0};
 #ifdef RANK_FLOOR
     const float2 x = given.floors[row];
     out.least = x.x, out.only = __float_as_int(x.y);
+#endif
+#ifdef RANK_MOST
+    out.last = given.lasts[row];
 #endif
 #ifdef RANK_DRAWN
     out.top = given.largest[row];
@@ -151,11 +164,15 @@ __device__ __forceinline__ Floor floor_of(const Given& given, i64 row) {
 
 // Whether a candidate is not out.
 __device__ __forceinline__ bool stays(const Floor& floor, float y, float norm, int e) {
+    const float logp = RANK_NORMED ? sub(y, norm) : y;
+    bool in = true;
 #ifdef RANK_FLOOR
-    return (RANK_NORMED ? sub(y, norm) : y) >= floor.least || e == floor.only;
-#else
-    return true;
+    in = logp >= floor.least || e == floor.only;
 #endif
+#ifdef RANK_MOST
+    in = in && key_of(logp, e) >= floor.last;
+#endif
+    return in;
 }
 
 __device__ __forceinline__ Drawing drawing_of(const Given& given, i64 row) {

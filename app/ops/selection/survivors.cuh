@@ -41,12 +41,6 @@ struct Operands {
 __device__ __forceinline__ float norm_of(const float* norm, i64 row) { return SCORE >= 2 ? norm[row] : 0.f; }
 __device__ __forceinline__ float parent_of(const float* parent, i64 row) { return SCORE ? __ldg(parent + row) : 0.f; }
 
-// T0 as one number, larger is better: the score, then the smallest order * codes + code. -0.0 is +0.0. Never 0.
-__device__ __forceinline__ u64 key_of(float score, u32 place) {
-    u32 rank = (u32)ordered(add(score, 0.f)) ^ 0x80000000u;
-    return (u64)rank << 32 | (0xffffffffu - place);
-}
-
 // What a chunk's best score is, by what the scan found of it.
 __device__ __forceinline__ float chunk_score(float best, float norm, float parent) {
     return SCORE == 3 ? best : good_score(best, norm, parent);

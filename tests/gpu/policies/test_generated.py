@@ -34,6 +34,16 @@ EXACT = {
     ),
     "likely": policy("keep:", "  - min_p(param.p)", normalize="full"),
     "likely enough": policy("keep:", "  - epsilon(0.02)", "  - min_p(0.2)", "rank: score - attr.age", normalize="full"),
+    "some": policy("keep:", "  - top_k(100)", "rank: 0 - score", normalize="full"),
+    "one of a row": policy("keep:", "  - top_k(1)", "rank: score - attr.age", normalize="full"),
+    "some that are likely": policy(
+        "keep:",
+        "  - top_k(40)",
+        "  - min_p(0.1)",
+        "rank: 0 - logp",
+        mask="not blocked.ads",
+        normalize="full",
+    ),
     "not a number": policy("rank: score + log(attr.age - 5) + sqrt(attr.age - 2)", normalize="full"),
 }  # the last is of logarithms of few whole numbers
 DRAWN = {
@@ -48,6 +58,7 @@ DRAWN = {
     "noise alone": policy("score: 0 * parent", "rank: score + gumbel", normalize="full"),
     "stochastic": policy("select: stochastic()", normalize="valid"),
     "stochastic of all": policy("select: stochastic()", mask="not seen", normalize="valid"),
+    "stochastic of some": policy("keep:", "  - top_k(50)", "select: stochastic()", normalize="valid"),
     "stochastic of few": policy(
         "keep:", "  - min_p(param.p)", "score: parent + 0.5 * logp", "select: stochastic()", normalize="valid"
     ),
@@ -118,6 +129,12 @@ def free(given: StepInputs) -> StepInputs:
     """Rows of which every code may be selected."""
     alive = (given.parent > -INF)[:, None]
     return given._replace(legal=alive.expand(given.legal.shape), excluded=None)
+
+
+def level(given: StepInputs) -> StepInputs:
+    """Rows whose logits are equal, and some of them less."""
+    logits = torch.where(given.logits > 1, 1, torch.where(given.logits > -INF, -0.0, -INF))
+    return given._replace(logits=logits.to(given.logits.dtype))
 
 
 def none(given: StepInputs) -> StepInputs:
@@ -278,6 +295,15 @@ def test_large_vocabularies_and_many_survivors() -> None:
 def test_equal_ranks_go_by_their_places() -> None:
     flat = policy("rank: 0 * logp", normalize="full")
     check(flat, [100] * 2, 8192, [300] * 2, exact=True)
+    check(
+        policy("keep:", "  - top_k(30)", "score: parent * 0", normalize="none"),
+        [9] * 3,
+        300,
+        [64] * 3,
+        exact=True,
+        normalize="none",
+        change=level,
+    )
     check(policy("score: parent * 0", normalize="none"), [9] * 3, 300, [64] * 3, exact=True, normalize="none")
 
 
