@@ -22,6 +22,7 @@ POLICIES = {
     "weighted": "    score: parent + 0.8 * logp\n",
     "likely": "    keep:\n      - min_p(0.01)\n",
     "popular": "    rank: score - 0.4 * prior.popularity\n",
+    "some": "    keep:\n      - top_k(20)\n    rank: score - 0.1 * prior.popularity\n",
     "noisy": "    rank: score + 0.3 * gumbel - 0.1 * uniform\n",
     "drawn": "    normalize: valid\n    select: stochastic()\n",
     "every code": "    mask: not seen\n    rank: score - where(seen, 3, 0) + 0.1 * prob\n",
