@@ -70,7 +70,7 @@ async def test_a_new_version_does_not_wait_for_a_look_at_the_files_of_those_in_m
             held.go.set()
         with (root / "weights" / "v2" / "model.safetensors").open("r+b") as file:  # never of another size meanwhile
             file.seek(-1, os.SEEK_END)
-            file.write(b"?")
+            file.write(b"\xff")
         status = await server.settles(lambda status: reason(status, "v2") == "changed_on_disk")
         assert "SHA-256 is" in state_of(status, "weights", "v2")["reason"]["message"]
 
