@@ -34,7 +34,7 @@ class Recommend:
         self._override = deployment.server.policy_override
         self._counts = counts
         self._clock = clock
-        self._decoders = codec.decoders(self.body)
+        self._decoders = codec.decoders(wire.Body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one POST; errors are for whoever is around it."""

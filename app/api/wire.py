@@ -62,7 +62,7 @@ class Why(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A request for recommendations. `body_type` adds the deployment's limit of `k`."""
+    """A request for recommendations."""
 
     context: Context
     k: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -85,7 +85,8 @@ class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def body_type(limits: Limits) -> type[Body]:
-    """The body of this deployment: `k` is bounded by `limits.k`, in the decoder and so in errors and the OpenAPI."""
+    """The body of a deployment, for the OpenAPI document: `k` is bounded by `limits.k`. Requests are decoded without
+    it: the limit may change while the server runs, and admission knows what it is."""
     k = Annotated[int, Meta(ge=1, le=limits.k, description="How many items; never changes the search")]
     made = msgspec.defstruct(
         "RecommendRequest", [("k", k)], bases=(Body,), frozen=True, forbid_unknown_fields=True, kw_only=True

@@ -73,7 +73,7 @@ async def answers(
 ) -> AsyncIterator[tuple[bytes, bool]]:
     """The answer to each line and whether it is one, in order. As many requests are in flight as two batches take; so
     the load level is given, and not that of a server with so many."""
-    decoder, limits = JsonDecoder(wire.body_type(service.deployment.limits)), service.deployment.limits
+    decoder, limits = JsonDecoder(wire.Body), service.deployment.limits
     flight: list[asyncio.Task[tuple[bytes, bool]]] = []
     for number, line in lines:
         flight.append(asyncio.create_task(_answer(service, runtime, decoder, number, line, load)))

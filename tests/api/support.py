@@ -117,6 +117,8 @@ class FakeFront:
         word = request.context.ids[0] if isinstance(request.context, HistoryIds) and request.context.ids else ""
         if word in RAISES:
             raise RAISES[word]
+        if request.k > 100:
+            raise InvalidRequest(f"k is {request.k}; 1 to 100 are possible (limits.k)", path="$.k")
         self.admitted.append(request)
         return FakeTicket(self, request)
 

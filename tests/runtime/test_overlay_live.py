@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager, suppress
 
+import pytest
+
 from app.runtime import artifact_updates
+from tests.api.support import ask
 from tests.live_support import live_server, until
 from tests.runtime.test_cutover import Load, Truth, edit, serving, state_of, weights, world
 
@@ -29,6 +32,28 @@ async def test_a_declaration_that_is_refused_leaves_no_contract_and_one_that_ser
         await server.sees(lambda _: asyncio.to_thread(lambda: stored(root) == before | {status["active"]["contract"]}))
         await until(lambda: server.events("contract_stored"))  # the thread that writes it says so after it
         assert [line["contract"] for line in server.events("contract_stored")] == [status["active"]["contract"]]
+
+
+@pytest.mark.parametrize("front_ends", [0, 1])
+async def test_the_largest_k_is_that_of_the_limits_in_force(tmp_path, front_ends):
+    root = world(tmp_path)
+    edit(root, "[limits]\n", "[limits]\nk = 5\n")
+    edit(root, "[server]\n", f"[server]\nfront_ends = {front_ends}\n")
+
+    async def most(server, k):
+        reply = await ask(server.public, {"context": {"history": ["i1"]}, "k": k + 1})
+        error = reply.json()["error"]
+        assert (reply.status, error["path"]) == (422, "$.k")
+        assert f"1 to {k} are possible (limits.k)" in error["message"]
+        assert len((await server.recommend("i1", k=k))["items"]) == k
+
+    async with live_server(root) as server:
+        await most(server, 5)
+        for old, new in ((5, 9), (9, 3)):
+            before = (await server.status())["active"]["contract"]
+            edit(root, f"k = {old}\n", f"k = {new}\n")
+            await server.settles(lambda status, before=before: status["active"]["contract"] != before)
+            await most(server, new)
 
 
 @asynccontextmanager
