@@ -146,10 +146,10 @@ class FrontEnds:
         """A new process, and our end of the socket to it."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        with theirs, self._listener.dup() as listener:  # ours may be closed meanwhile
-            try:
+        try:
+            with theirs, self._listener.dup() as listener:  # ours may be closed meanwhile
                 # in a thread, since it takes milliseconds, and its child inherits what signals the thread lets in
                 return await asyncio.to_thread(self._start, listener.fileno(), theirs.fileno()), ours
-            except BaseException:
-                ours.close()
-                raise
+        except BaseException:
+            ours.close()
+            raise

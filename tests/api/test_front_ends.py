@@ -1,11 +1,13 @@
 """A server whose HTTP is in processes of its own: real processes, around a front door in this one."""
 
 import asyncio
+import errno
 import io
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -193,9 +195,9 @@ async def test_an_engine_that_is_busy_delays_no_deadline():
     body = {**HELD, "deadline_ms": 300}
     async with served(front_ends=1) as server, asking(server.addresses.public, body) as client:
         await until(lambda: len(server.front.admitted) == 1)
-        socket = client.writer.get_extra_info("socket")
+        own = client.writer.get_extra_info("socket")
         # this is the engine's loop, and it is busy until the answer comes
-        ready, _, _ = select.select([socket.fileno()], [], [], PATIENCE_S)
+        ready, _, _ = select.select([own.fileno()], [], [], PATIENCE_S)
         assert ready
         assert (await client.reply()).status == 504
 
@@ -299,6 +301,22 @@ async def test_a_front_end_that_fails_at_once_is_tried_again_less_and_less_often
     assert lines[events.index("front_end_gone")]["status"] in {7, -signal.SIGKILL}  # it may be ending when it is ended
     assert began[3] - began[2] >= 0.5
     assert "listening" in events  # the socket is there: whoever connects waits
+
+
+async def test_without_descriptors_a_front_end_is_tried_again_and_none_is_left_open(monkeypatch):
+    real, fails = socket.socket.dup, [1, 1]
+
+    def dup(listener):
+        if fails:
+            fails.pop()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(listener)
+
+    monkeypatch.setattr(socket.socket, "dup", dup)
+    async with served(front_ends=1) as server:  # a socket that is forgotten is a warning, and warnings fail tests
+        await until(lambda: pids(server))
+        assert [line["reason"] for line in events(server, "front_end_failed")] == ["[Errno 24] Too many open files"] * 2
+        assert (await ask(server.addresses.public, GOLDEN)).status == 200
 
 
 async def test_while_leaving_what_runs_is_answered_and_connections_end(monkeypatch):
