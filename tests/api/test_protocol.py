@@ -78,7 +78,7 @@ async def test_only_so_many_requests_wait_on_a_connection():
     hold = message(json.dumps({"context": {"history": ["hold"]}, "k": 1}).encode())
     async with served() as server:
         async with connect(server.addresses.public) as client:
-            client.writer.write(hold + b"GET /livez HTTP/1.1\r\n\r\n" * 14_000)
+            client.writer.write(hold + b"GET /livez HTTP/1.1\r\n\r\n" * 2 * MAX_WAITING)
             reply = await client.reply()
             assert (reply.status, reply.json()["error"]["code"]) == (400, "too_many_waiting")
             assert await client.closed()
