@@ -269,6 +269,7 @@ class Runtime:
             raise NotReady("; ".join(str(reason) for reason in self._reasons), retry_after_s=5)
         now = self._clock()
         if request.deadline is not None and now >= request.deadline:
+            self._metrics.deadline_missed_total.labels("admission").inc()
             raise Expired("the deadline had passed at admission")
         choice = self._admission.choose(request, snapshot, self._gauge.read(now).level)
         plan, planned = choice.plan, choice.planned

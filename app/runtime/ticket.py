@@ -20,7 +20,7 @@ class PendingTicket:
     ) -> None:
         self._future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._deadline, self._clock, self._left = deadline, clock, left
-        self._cancelled = False
+        self._cancelled = self._expired = False
         self._timer: asyncio.TimerHandle | None = None
         if deadline is not None:
             loop = asyncio.get_running_loop()
@@ -47,7 +47,7 @@ class PendingTicket:
         """Why the engine should stop working for this request, or None. Any thread."""
         if self._cancelled:
             return Cancelled("the client left")
-        if self._deadline is not None and now >= self._deadline:
+        if self._expired or (self._deadline is not None and now >= self._deadline):
             return Expired("the deadline passed")
         return None
 
@@ -65,6 +65,7 @@ class PendingTicket:
         return True
 
     def _expire(self) -> None:
+        self._expired = True  # whatever a clock says: a timer may be a moment early
         self._end(Expired("the deadline passed"))
 
     def _end(self, error: WidebeamError) -> None:

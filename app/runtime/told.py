@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from app.core import Outcome
 from app.errors import Cancelled, Expired, WidebeamError
+
+EARLY_S: Final = 0.002
+"""Another process' timer may be that early, and its word comes at once."""
 
 
 class ToldTicket:
@@ -24,20 +28,21 @@ class ToldTicket:
         tell: Callable[[Outcome | WidebeamError], None],
     ) -> None:
         self._deadline, self._clock, self._left, self._tell = deadline, clock, left, tell
-        self._cancelled = self._ended = False
+        self._cancelled = self._expired = self._ended = False
 
     def cancel(self) -> None:
         """See `front.Handle.cancel`; at the deadline, whoever keeps the time cancels, too: then no client has left."""
         if not self._ended:
             self._ended = True
-            self._cancelled = self._deadline is None or self._clock() < self._deadline
+            self._expired = self._deadline is not None and self._clock() >= self._deadline - EARLY_S
+            self._cancelled = not self._expired
             self._left(self)
 
     def gone(self, now: float) -> WidebeamError | None:
         """Why the engine should stop working for this request, or None. Any thread."""
         if self._cancelled:
             return Cancelled("the client left")
-        if self._deadline is not None and now >= self._deadline:
+        if self._expired or (self._deadline is not None and now >= self._deadline):
             return Expired("the deadline passed")
         return None
 

@@ -255,6 +255,7 @@ async def test_what_cannot_finish_in_time_is_refused_before_it_is_queued():
         assert len((await world.ask("i1", ms=60_000).outcome()).items) == 5
         with pytest.raises(Expired):
             world.ask("i1", ms=0)
+        assert world.sample("widebeam_deadline_missed_total", stage="admission") == 1
 
 
 async def test_bad_requests_are_the_clients_and_nothing_is_pinned():

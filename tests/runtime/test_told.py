@@ -29,11 +29,12 @@ def test_who_gave_up_is_not_told_and_the_queue_hears_of_it_once():
     assert isinstance(held.ticket.gone(0.0), Cancelled)
 
 
-@pytest.mark.parametrize(("now", "kind"), [(1.9, Cancelled), (2.0, Expired), (2.5, Expired)])
+@pytest.mark.parametrize(("now", "kind"), [(1.9, Cancelled), (1.9985, Expired), (2.0, Expired), (2.5, Expired)])
 def test_giving_up_at_the_deadline_counts_as_expired(now, kind):
     held = Held(deadline=2.0)
     assert held.ticket.gone(1.99) is None
     assert isinstance(held.ticket.gone(2.0), Expired)
     held.now = now
     held.ticket.cancel()
+    assert isinstance(held.ticket.gone(now), kind)
     assert isinstance(held.ticket.gone(3.0), kind)
