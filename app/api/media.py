@@ -12,6 +12,9 @@ JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
 ALIASES: Final = {MSGPACK: (MSGPACK, "application/x-msgpack", "application/vnd.msgpack"), JSON: (JSON,)}
 
+LONGEST: Final = 2048
+"""Characters of an Accept or Content-Type that are read: browsers send two hundred, and many small ranges take long."""
+
 Headers = Iterable[tuple[bytes, bytes]]
 """Of an ASGI scope: names in lower case."""
 
@@ -29,9 +32,11 @@ def header(headers: Headers, name: bytes) -> str:
 
 @lru_cache(maxsize=64)
 def body_media(content_type: str) -> str | None:
-    """The media type of a body by its Content-Type: none given = JSON; None = not one of ours."""
+    """The media type of a body by its Content-Type: none given = JSON; None = not one of ours, or too long."""
     if not content_type:
         return JSON
+    if len(content_type) > LONGEST:
+        return None
     kind, _, parameters = content_type.lower().partition(";")
     charset = [value.strip(' "') for key, _, value in (p.partition("=") for p in parameters.split(";"))
                if key.strip() == "charset"]  # fmt: skip
@@ -43,9 +48,11 @@ def body_media(content_type: str) -> str | None:
 @lru_cache(maxsize=64)
 def answer_media(accept: str) -> str | None:
     """The media type for an answer by Accept: msgpack where it is asked for by name, else JSON where it is allowed;
-    None = neither is allowed. Without Accept: JSON."""
+    None = neither is allowed, or it is too long. Without Accept: JSON."""
     if not accept:
         return JSON
+    if len(accept) > LONGEST:
+        return None
     best = {media: _preference(accept.lower(), names) for media, names in ALIASES.items()}
     media = max((JSON, MSGPACK), key=lambda media: best[media])
     return media if best[media][0] > 0 else None

@@ -22,6 +22,8 @@ from app.api.media import JSON, MSGPACK, answer_media, body_media, header
         ("application/json;q=0", None),
         ("application/json;q=x", None),
         (",;,", None),
+        (("*/*," * 600)[:2047], JSON),
+        ("*/*," * 600, None),
     ],
 )
 def test_the_answer_follows_accept(accept, media):
@@ -36,6 +38,7 @@ def test_the_answer_follows_accept(accept, media):
         ("Application/Json; charset=UTF-8", JSON),
         ('application/json; charset="utf-8"', JSON),
         ("application/json; charset=utf-16", None),
+        ("application/json" + ";" * 2100, None),
         ("application/msgpack", MSGPACK),
         ("application/vnd.msgpack", MSGPACK),
         ("application/json, application/msgpack", None),
