@@ -239,6 +239,13 @@ def write_root(
     return store_contract(root)
 
 
+def replace_text(file: Path, text: str) -> None:
+    """Another text for a file, whole at every moment: whoever looks meanwhile sees the one or the other."""
+    made = file.with_name(f".{file.name}.next")
+    made.write_text(text)
+    made.replace(file)
+
+
 def write_weights(
     root: Path, config: Mapping[str, object], weights: Mapping[str, torch.Tensor], version: str = "v1"
 ) -> None:

@@ -564,7 +564,7 @@ async def test_a_list_that_is_damaged_on_the_disk_brings_nothing_back_not_even_a
 def edit(root, old, new):
     file = root / "deployment.toml"
     assert old in file.read_text()
-    file.write_text(file.read_text().replace(old, new))
+    support.replace_text(file, file.read_text().replace(old, new))
 
 
 async def test_limits_and_precision_change_live_and_the_rest_needs_a_restart(tmp_path):

@@ -18,7 +18,7 @@ async def test_a_policy_goes_live_when_the_deployment_declares_what_it_reads(tmp
         assert {one["code"] for one in found["errors"]} == {"T002"}
         before = await server.status()
         text = file.read_text()
-        file.write_text(text + DECLARED)
+        support.replace_text(file, text + DECLARED)
         status = await server.settles(lambda status: status["active"]["contract"] != before["active"]["contract"])
         await server.settles(lambda status: status["deployment"]["state"] == "in force")
         assert (await server.policies())["policies"]["reads"]["state"] == "live"
@@ -33,7 +33,7 @@ async def test_a_declaration_that_contradicts_itself_is_refused_and_what_served_
     file.write_text(file.read_text() + DECLARED)
     async with live_server(root) as server:
         before = (await server.recommend("i1", policy="reads"))["items"]
-        file.write_text(file.read_text().replace("default = 2", "default = 2, low = 3"))
+        support.replace_text(file, file.read_text().replace("default = 2", "default = 2, low = 3"))
         status = await server.settles(lambda status: status["deployment"]["state"] == "rejected")
         assert "outside 3 to inf" in status["deployment"]["reason"]["message"]
         assert (await server.recommend("i1", policy="reads"))["items"] == before

@@ -72,7 +72,7 @@ async def test_a_deployment_that_the_default_policy_cannot_serve_under_is_taken_
     file = root / "deployment.toml"
     async with live_server(root) as server:
         before = (await server.recommend("i1"))["items"]
-        file.write_text(file.read_text().replace("newest =", "oldest ="))
+        support.replace_text(file, file.read_text().replace("newest =", "oldest ="))
         status = await server.settles(lambda status: status["deployment"]["state"] == "rejected")
         reason = status["deployment"]["reason"]
         assert reason["code"] == "no_default_policy"

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from app.runtime import artifact_updates
+from tests import support
 from tests.api.support import ask
 from tests.live_support import live_server, until
 from tests.runtime.test_cutover import Load, Truth, edit, serving, state_of, weights, world
@@ -23,11 +24,12 @@ async def test_a_declaration_that_is_refused_leaves_no_contract_and_one_that_ser
         before = stored(root)
         text = (root / "deployment.toml").read_text()
         for name in ("alpha", "beta", "gamma"):
-            (root / "deployment.toml").write_text(f'{text}\n[attributes]\n{name} = {{of = "nobody", as = "max"}}\n')
+            declared = f'{text}\n[attributes]\n{name} = {{of = "nobody", as = "max"}}\n'
+            support.replace_text(root / "deployment.toml", declared)
             status = await server.settles(lambda status, n=name: n in str(status["deployment"].get("reason")))
             assert status["deployment"]["state"] == "rejected"
             assert stored(root) == before
-        (root / "deployment.toml").write_text(text.replace("batch = 16", "batch = 8"))
+        support.replace_text(root / "deployment.toml", text.replace("batch = 16", "batch = 8"))
         status = await server.settles(lambda status: status["deployment"]["state"] == "in force")
         await server.sees(lambda _: asyncio.to_thread(lambda: stored(root) == before | {status["active"]["contract"]}))
         await until(lambda: server.events("contract_stored"))  # the thread that writes it says so after it

@@ -325,7 +325,7 @@ async def test_what_is_declared_changes_while_a_server_runs_and_what_cannot_be_m
     async with live_server(root) as server:
         before = await server.status()
         assert before["policies"]["only_fresh"]["errors"][0]["code"] == "T002"
-        file.write_text(file.read_text().replace("# tables", TABLES))
+        support.replace_text(file, file.read_text().replace("# tables", TABLES))
         status = await server.settles(lambda status: status["policies"]["only_fresh"]["state"] == "live")
         assert status["active"]["contract"] != before["active"]["contract"]
         fresh = {item["id"] for item in CATALOGUE if item["attrs"].get("year", 0) >= 2010}
@@ -351,7 +351,7 @@ async def test_what_is_declared_changes_while_a_server_runs_and_what_cannot_be_m
         assert reason["code"] == "no_such_attribute" and "`ratings`" in reason["message"]
         assert status["active"]["vocab"]["version"] == "v1"
 
-        file.write_text(file.read_text().replace('of = "year", as = "max"', 'of = "yaer", as = "max"'))
+        support.replace_text(file, file.read_text().replace('of = "year", as = "max"', 'of = "yaer", as = "max"'))
         status = await server.settles(lambda status: status["deployment"]["state"] == "rejected")
         assert "did you mean `year`?" in status["deployment"]["reason"]["message"]
         assert (await server.recommend("i1", policy="only_fresh"))["items"] == answer["items"]
