@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api import errors, media, wire
 from app.api.health import Readiness
 from app.api.protocol import CLIENT, WHOLE, Client
-from app.errors import Draining, Fault, WidebeamError
+from app.errors import Draining, Fault, WidebeamError, let_go
 from app.runtime.logs import Line, Log
 
 SAFE_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -121,6 +121,7 @@ class Exchange:
             await self._fail(errors.known(error))
         finally:
             self._write()
+            self._let_go()
 
     async def _fail(self, error: WidebeamError) -> None:
         self.record.error = self.record.error or error
@@ -140,6 +141,13 @@ class Exchange:
         elif message["type"] == "http.response.body":
             record.line.bytes_out += len(message.get("body", b""))
         await self._send(message)
+
+    def _let_go(self) -> None:
+        """An error's frames hold the body and what was made of it, and the record, which holds the error: a ring that
+        would stay until garbage is collected, megabytes for each request that is refused."""
+        if self.record.error is not None:
+            let_go(self.record.error)
+            self.record.error = None
 
     def _write(self) -> None:
         line, error, log = self.record.line, self.record.error, self._edge.log

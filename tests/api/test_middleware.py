@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import json
 import resource
 import time
@@ -7,7 +8,7 @@ import uuid
 import pytest
 
 from app.api.codec import JsonDecoder
-from app.api.middleware import request_id
+from app.api.middleware import BodyReader, Record, request_id
 from app.api.wire import body_type, to_request
 from app.config import Limits
 from tests.api.support import GOLDEN, ask, connect, get, message, served, until
@@ -185,3 +186,27 @@ def test_64_of_the_largest_requests_at_once_hold_the_loop_for_less_than_a_probe_
         to_request(decoder.decode(data), request_id="r", received=0.0, deadline=None, override=False)
         spent.append(time.thread_time() - start)
     assert min(spent) < 0.25 / 64
+
+
+def alive() -> int:
+    return sum(type(one) in {Record, BodyReader} for one in gc.get_objects())
+
+
+async def test_no_request_waits_for_a_garbage_collection_to_give_its_body_back(no_collections):
+    bodies = (b"[", b'{"k": 1}', asked("full"), asked("crash"), asked("late"), asked("boom"), asked("nan"), asked("a"))
+    async with served() as server:
+        before = alive()
+        for body in bodies:
+            async with connect(server.addresses.public) as client:
+                client.writer.write(message(body))
+                await client.reply()
+            async with connect(server.addresses.public) as client:
+                client.writer.write(message(body)[:-1])
+        for path in ("/nothing", "/livez", "/metrics"):
+            await ask(server.addresses.public, path=path)
+        await until(lambda: len(server.requests()) == 2 * len(bodies) + 3)
+        await until(lambda: alive() == before)
+
+
+def asked(word: str) -> bytes:
+    return json.dumps({"context": {"history": [word]}, "k": 1}).encode()
