@@ -53,7 +53,7 @@ def place(target: Target, first: int, piece: Tensor) -> None:
         parts = [(target.parameter.view(torch.uint8), data.view(torch.uint8)), (target.scale, scale)]
     for memory, values in parts:
         if target.rows is None:
-            memory[target.first + first : target.first + first + len(values)].copy_(values)
+            memory[target.first + first : target.first + first + len(values)].copy_(values, non_blocking=True)
             continue
         mine = torch.nonzero((target.rows >= first) & (target.rows < first + len(values))).flatten()
         if len(mine):

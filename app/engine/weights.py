@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,31 @@ INDEX = "model.safetensors.index.json"
 _LISTED = 8
 
 
+class Opened(NamedTuple):
+    """A version whose config, headers, names and shapes have been looked at: nothing is read of its tensors yet.
+
+    module: the family, without memory for its parameters
+    """
+
+    files: ModelFiles
+    entries: Mapping[str, Entry]
+    module: Family
+
+
+def open_version(directory: Path, family: type[Family], sid: SidConfig, limits: Limits, wanted: torch.dtype) -> Opened:
+    """Look at a weights version. wanted: of `resolve_precision`. Raises Rejected as `load`, all findings about names
+    and shapes together."""
+    config = read_json(directory / "config.json")
+    if not isinstance(config, dict):
+        raise Rejected("bad_json", "is no JSON object", location="config.json")
+    entries = read_entries(directory)
+    files = ModelFiles(config, directory, {name: entry.shape for name, entry in entries.items()})
+    module = family.build(files, sid, limits, carrier(wanted))
+    if found := tuple(name_findings(module, entries)):
+        raise Rejected.together(found)
+    return Opened(files, entries, module)
+
+
 def load(
     directory: Path,
     family: type[Family],
@@ -42,11 +68,13 @@ def load(
     device: torch.device,
     slots: Slots | None = None,
     sha256: Mapping[str, str] | None = None,
+    opened: Opened | None = None,
 ) -> Engine:
     """Read, check and bind a weights version.
 
     slots   the memory that it may use; None: memory of its own
     sha256  digests (hex) of the *.safetensors files by name, compared while they are read; None: nobody asks
+    opened  of `open_version` for the same arguments, where that has been done; its module becomes the engine's
 
     Raises Rejected(code, message, location), location being "config.json: field", "model.safetensors: tensor",
     "deployment.toml: field" or a file: unreadable, truncated or malformed files, other digests; a configuration that
@@ -57,14 +85,7 @@ def load(
     dtype, reason = carrier(wanted), unfit(device) if wanted == FP8 else None
     if reason is not None:
         raise Rejected("unsupported_precision", reason, location="deployment.toml: precision")
-    config = read_json(directory / "config.json")
-    if not isinstance(config, dict):
-        raise Rejected("bad_json", "is no JSON object", location="config.json")
-    entries = read_entries(directory)
-    shapes = {name: entry.shape for name, entry in entries.items()}
-    module = family.build(ModelFiles(config, directory, shapes), sid, limits, dtype)
-    if found := tuple(name_findings(module, entries)):
-        raise Rejected.together(found)
+    _, entries, module = opened or open_version(directory, family, sid, limits, wanted)
     slot = (slots or Slots()).take(layout(module, wanted, device))
     try:
         _bind(module, entries, slot, dtype, sha256)
@@ -249,15 +270,27 @@ def _read(
             overflown += 0 if stored == dtype else _not_finite(piece.to(dtype))
         if later:
             whole[first : first + count] = piece
-        cast = piece if alone else piece.to(targets[0].parameter.device, dtype)
+        ready: dict[torch.dtype, Tensor] = {}
         for target in targets:
             if not target.whole:
-                place(target, first, cast if target.scale is None else piece)
+                kind = dtype if target.scale is None else piece.dtype
+                if kind not in ready:
+                    ready[kind] = _on_its_way(piece, kind, target.parameter.device, alone=alone)
+                place(target, first, ready[kind])
     for target in later:
         place(target._replace(transpose=False), 0, whole.t())
     for count, verb in ((bad, "holds"), (overflown, f"as {str(dtype).removeprefix('torch.')} holds")):
         if count:
             raise Rejected("not_finite", f"{verb} {counted(count, 'NaN or infinite value')}", location=entry.location)
+
+
+def _on_its_way(piece: Tensor, dtype: torch.dtype, device: torch.device, *, alone: bool) -> Tensor:
+    """A piece in the dtype that its targets want. A GPU reads it from pinned memory: while memory that is not pinned is
+    copied, no other thread can launch anything. alone: it goes to one place as it is, and is cast on the way there."""
+    if device.type != "cuda":
+        return piece if alone else piece.to(dtype)
+    pinned = torch.empty(piece.shape, dtype=dtype, pin_memory=True).copy_(piece)
+    return pinned if alone else pinned.to(device, non_blocking=True)
 
 
 def value_findings(module: Family, entries: Mapping[str, Entry], dtype: torch.dtype) -> Iterator[Rejected]:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeVar
 
+import torch
+
 T = TypeVar("T")
 NICE: Final = 5
 CLOSE_S: Final = 2.0
@@ -48,9 +50,25 @@ class Background:
         if self._heavy and sys.platform == "linux":  # there, priorities are those of threads
             own = os.getpriority(os.PRIO_PROCESS, 0)  # a process may give way itself, and nobody may take that back
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own + NICE)
+        if self._heavy:
+            use_one_core()
         while (work := self._work.get()) is not None:
             work()
             del work  # an idle thread holds nothing in memory
+
+
+def use_one_core() -> None:
+    """Have torch compute with one thread where this thread asks: a team of its own, which spins while it waits, would
+    take the cores of everybody else.
+
+    What other threads have stays: torch gives the number that was said last to threads that have not computed yet, so
+    that one is said again, in a thread that ends.
+    """
+    others = torch.get_num_threads()  # and this thread has its number now
+    torch.set_num_threads(1)
+    last = threading.Thread(target=torch.set_num_threads, args=(others,))
+    last.start()
+    last.join()
 
 
 def _answer(call: Callable[[], T], loop: asyncio.AbstractEventLoop, future: asyncio.Future[T]) -> None:

@@ -13,13 +13,12 @@ import torch
 from app.config import Deployment
 from app.core import Contract
 from app.engine.engine import Engine
-from app.engine.families.base import Family, ModelFiles
-from app.engine.fp8 import carrier
+from app.engine.families.base import ModelFiles
 from app.engine.registry import family
 from app.engine.slots import Slots
 from app.engine.tokens import read_json
 from app.engine.weights import load as load_weights
-from app.engine.weights import name_findings, read_entries, resolve_precision
+from app.engine.weights import open_version, read_entries, resolve_precision
 from app.errors import Rejected, unreadable
 from app.runtime.contracts import Contracts
 from app.runtime.memory import EXHAUSTED, check_fits, check_vocab_fits
@@ -59,12 +58,14 @@ def read_weights(
         with _nothing_unexpected():
             room = (slots.free_bytes, slots.new_bytes) if slots else (0, 0)
             check_fits(directory, deployment, device, *room)
-            files, wanted = model_files(directory), resolve_precision(precision, device)
-            _check_names(kind, files, deployment, wanted)
-            contract = contracts.of(kind, files, deployment, wanted)
+            wanted = resolve_precision(precision, device)
+            # names and shapes first: a contract may take many seconds, and newer versions would wait for that of
+            # weights that nobody can load
+            opened = open_version(directory, kind, deployment.sid, deployment.limits, wanted)
+            contract = contracts.of(kind, opened.files, deployment, wanted, _beside(manifest))
             engine = load_weights(
                 directory, kind, deployment.sid, deployment.limits,
-                precision=precision, device=device, slots=slots, sha256=sha256,
+                precision=precision, device=device, slots=slots, sha256=sha256, opened=opened,
             )  # fmt: skip
         _check_unchanged(directory, manifest)
     except Rejected as error:
@@ -74,12 +75,9 @@ def read_weights(
     return Weights(engine, contract, manifest.digest)
 
 
-def _check_names(kind: type[Family], files: ModelFiles, deployment: Deployment, wanted: torch.dtype) -> None:
-    """Names and shapes of tensors first: a contract may take many seconds, and newer versions would wait for that of
-    weights that nobody can load. Raises Rejected, all findings together."""
-    module = kind.build(files, deployment.sid, deployment.limits, carrier(wanted))
-    if found := tuple(name_findings(module, read_entries(files.directory))):
-        raise Rejected.together(found)
+def _beside(manifest: Manifest) -> frozenset[tuple[str, str]]:
+    """The digests of what lies beside the tensors, by name."""
+    return frozenset((name, entry.sha256) for name, entry in manifest.files.items() if not _is_streamed(name))
 
 
 def again(known: Weights, directory: Path, deployment: Deployment, contracts: Contracts) -> Weights:

@@ -11,6 +11,7 @@ import time
 import weakref
 
 import pytest
+import torch
 
 from app.policies.last_good import Kept
 from app.policies.source import Source
@@ -69,6 +70,24 @@ async def test_only_heavy_threads_give_way():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+async def test_a_heavy_thread_computes_on_one_core_and_others_keep_theirs():
+    torch.set_num_threads(2)
+    try:
+        heavy, light = Background("heavy", heavy=True), Background("light")
+        assert await heavy.run(_cores) == 1
+        assert await light.run(_cores) == 2
+        assert _cores() == 2
+        heavy.close()
+        light.close()
+    finally:
+        torch.set_num_threads(1)
+
+
+def _cores() -> int:
+    torch.ones(1 << 18).sin()  # a thread has its number when it first computes
+    return torch.get_num_threads()
+
+
 def test_a_heavy_thread_gives_way_to_a_process_that_gives_way_itself():
     found = []
 

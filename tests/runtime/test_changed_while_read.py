@@ -119,23 +119,26 @@ async def test_a_version_that_changes_while_it_is_read_never_serves_as_what_it_w
 
 def test_what_lies_beside_the_tensors_is_what_was_checked(tmp_path, monkeypatch):
     root = support.write_root(tmp_path / "root")
-    directory, slots, real = root / "weights" / "v1", Slots(most=1), reading.model_files
+    directory, slots = root / "weights" / "v1", Slots(most=1)
     deployment, contracts = read_deployment(root), Contracts(root)
     config = directory / "config.json"
     text = config.read_text()
 
-    def later(place):
-        config.write_text(text.replace("{", "{ ", 1))  # as good as before, and not what was hashed
-        return real(place)
+    def later(real):
+        def read(*given):
+            config.write_text(text.replace("{", "{ ", 1))  # as good as before, and not what was hashed
+            return real(*given)
+
+        return read
 
     loaded = reading.read_weights(directory, deployment, torch.device("cpu"), contracts, slots)
-    for read in (
-        lambda: reading.read_weights(directory, deployment, torch.device("cpu"), contracts),
-        lambda: reading.again(loaded, directory, deployment, contracts),
+    for name, read in (
+        ("open_version", lambda: reading.read_weights(directory, deployment, torch.device("cpu"), contracts)),
+        ("model_files", lambda: reading.again(loaded, directory, deployment, contracts)),
     ):
         config.write_text(text)
         with monkeypatch.context() as patch:
-            patch.setattr(reading, "model_files", later)
+            patch.setattr(reading, name, later(getattr(reading, name)))
             with pytest.raises(Rejected) as refused:
                 read()
         assert (refused.value.code, refused.value.location) == ("file_size", "config.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 from importlib import import_module
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -373,3 +375,46 @@ def test_another_process_exports_what_is_only_known_there_by_its_module(tmp_path
         export(4, Nobody)
     assert refused.value.code == "export_failed"
     assert "<locals>" in refused.value.message
+
+
+def test_a_refit_of_what_was_asked_for_last_is_behind_the_same_contract_and_nothing_is_made_anew(root, exports):
+    deployment, files = read_deployment(root), model_files(root / "weights" / "v1")
+    kind, known = family(deployment.family), Contracts(root)
+    beside = frozenset({("config.json", "1")})
+
+    def of(contracts=known, kind=kind, files=files, deployment=deployment, dtype=torch.float32, beside=beside):
+        made = []
+        make = Contracts.make
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Contracts, "make", lambda *given, **how: made.append(1) or make(*given, **how))
+            return contracts.of(kind, files, deployment, dtype, beside), len(made)
+
+    contract, made = of()
+    assert made == 1
+    assert of() == (contract, 1)  # it is not on the disk yet
+    assert known.keep(contract.id)
+    assert of() == (contract, 1)
+    assert of() == (contract, 0)
+    assert of(beside=None)[1] == 1
+    assert of() == (contract, 0)
+    others = {
+        "beside": frozenset({("config.json", "2")}),
+        "files": dataclasses.replace(files, shapes={**files.shapes, "more": (1,)}),
+        "deployment": msgspec.structs.replace(deployment, limits=msgspec.structs.replace(deployment.limits, queue=7)),
+        "dtype": torch.bfloat16,
+    }
+    for name, other in others.items():
+        assert of(**{name: other})[1] == 1, name
+        of()
+        of()
+    assert of() == (contract, 0)
+    file = root / "contracts" / f"{contract.id}.json"
+    text = file.read_bytes()
+    file.unlink()
+    assert of() == (contract, 1)
+    assert known.waits(contract.id)
+    file.write_bytes(text)
+    assert of() == (contract, 1)
+    assert of() == (contract, 0)
+    file.write_bytes(text.replace(b"onerec", b"tworec"))  # an edit is looked at, and said
+    assert of() == (contract, 1)
