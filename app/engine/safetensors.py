@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -76,9 +76,9 @@ class Reader:
     entries  the tensors by name in the order of their bytes; they must be read in that order, none left out
     """
 
-    def __init__(self, file: Path) -> None:
-        """Open a file and read its header. Raises as `read_header`."""
-        self._file, self._digest = file, _Beside()
+    def __init__(self, file: Path, between: Callable[[], None] = lambda: None) -> None:
+        """Open a file and read its header. between: called before each `CHUNK` bytes. Raises as `read_header`."""
+        self._file, self._digest, self._between = file, _Beside(), between
         self._ahead, self._left = np.empty(0, np.uint8), 0  # what is in memory already, and bytes that are not yet
         try:
             self._descriptor = open_inside(file, file.parent)
@@ -122,6 +122,7 @@ class Reader:
     def _refill(self, entry: Entry, done: int, width: int) -> None:
         """`CHUNK` bytes of the file, of whatever tensors lie there, that begin with the next row, of `width`. They are
         hashed by a thread of their own, which takes as long as all the rest. done: bytes of the tensor until there."""
+        self._between()
         kept = self._ahead
         block = self._digest.memory(min(max(CHUNK, width), len(kept) + self._left))
         block[: len(kept)] = kept

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -69,12 +69,14 @@ def load(
     slots: Slots | None = None,
     sha256: Mapping[str, str] | None = None,
     opened: Opened | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Read, check and bind a weights version.
 
     slots   the memory that it may use; None: memory of its own
     sha256  digests (hex) of the *.safetensors files by name, compared while they are read; None: nobody asks
     opened  of `open_version` for the same arguments, where that has been done; its module becomes the engine's
+    between called between pieces of work
 
     Raises Rejected(code, message, location), location being "config.json: field", "model.safetensors: tensor",
     "deployment.toml: field" or a file: unreadable, truncated or malformed files, other digests; a configuration that
@@ -88,7 +90,7 @@ def load(
     _, entries, module = opened or open_version(directory, family, sid, limits, wanted)
     slot = (slots or Slots()).take(layout(module, wanted, device))
     try:
-        _bind(module, entries, slot, dtype, sha256)
+        _bind(module, entries, slot, dtype, sha256, between)
     except BaseException:
         slot.release()  # whoever keeps the exception keeps no memory
         raise
@@ -177,7 +179,12 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _bind(
-    module: Family, entries: Mapping[str, Entry], slot: Slot, dtype: torch.dtype, sha256: Mapping[str, str] | None
+    module: Family,
+    entries: Mapping[str, Entry],
+    slot: Slot,
+    dtype: torch.dtype,
+    sha256: Mapping[str, str] | None,
+    between: Callable[[], None],
 ) -> None:
     """Fill the parameters' memory from the files, each read once from front to back, and give it to the module."""
     targets = _targets(module, entries, slot)
@@ -185,7 +192,7 @@ def _bind(
     bytes_of: dict[str, str] = {}
     with _copying(slot):
         for file in dict.fromkeys(entry.file for entry in entries.values()):
-            with Reader(file) as reader:
+            with Reader(file, between) as reader:
                 if any(entries.get(name) != entry for name, entry in reader.entries.items()):
                     raise Rejected("changed_on_disk", "has changed while it was being read", location=file.name)
                 for name, entry in reader.entries.items():

@@ -24,6 +24,7 @@ from app.runtime.ledger import Ledger
 from app.runtime.logs import Log
 from app.runtime.memory import EXHAUSTED
 from app.runtime.overlay import Overlay, overlay
+from app.runtime.pace import Pace
 from app.runtime.policy_updates import PolicyUpdates
 from app.runtime.preparing import NoSlot, Refused, Want
 from app.runtime.residents import Resident
@@ -69,7 +70,7 @@ class ArtifactUpdates:
         self._deployment, self._began = deployment, read_overlay(root)
         self._policies, self._ledger, self._log = policies, ledger, log
         self._background = Background("artifacts", heavy=True)
-        self._audit = Audit(self._audited)
+        self._audit = Audit(self._audited, Pace(lambda: runtime.busy))
         self._survey: Survey | None = None
         self._settled: tuple[str, object, object] = ("", None, None)  # a survey, and what served when it was done with
         self._refused: dict[tuple[Kind, str], str] = {}

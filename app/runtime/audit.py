@@ -24,11 +24,14 @@ Key = tuple[Kind, str]
 class Audit:
     """Doubts about versions, cleared up one after the other. Event loop only.
 
-    found  called with (kind, the version as it was when it was doubted, what is wrong with it or None)
+    found    called with (kind, the version as it was when it was doubted, what is wrong with it or None)
+    between  called between pieces of work, in the thread that does it
     """
 
-    def __init__(self, found: Callable[[Kind, Candidate, Rejected | None], None]) -> None:
-        self._found = found
+    def __init__(
+        self, found: Callable[[Kind, Candidate, Rejected | None], None], between: Callable[[], None] = lambda: None
+    ) -> None:
+        self._found, self._between = found, between
         self._doubts: dict[Key, Candidate] = {}
         self._now: Key | None = None
         self._moot = threading.Event()
@@ -73,19 +76,20 @@ class Audit:
         one, self._moot = self._doubts.pop((kind, version)), threading.Event()
         moot = self._moot
         try:
-            problem = await self._background.run(partial(_problem, kind, one, moot))
+            problem = await self._background.run(partial(_problem, kind, one, moot, self._between))
         finally:
             self._now = None
         if not moot.is_set():
             self._found(kind, one, problem)
 
 
-def _problem(kind: Kind, one: Candidate, moot: threading.Event) -> Rejected | None:
+def _problem(kind: Kind, one: Candidate, moot: threading.Event, between: Callable[[], None]) -> Rejected | None:
     """What is wrong with the files; whatever it says once it is moot means nothing."""
 
     def go_on() -> None:
         if moot.is_set():
             raise Rejected("moot", "nobody wants to know any more")
+        between()
 
     try:
         verify(one.found.directory, kind, between=go_on)

@@ -68,6 +68,11 @@ class Batcher:
         return max(len(self._waiting) / self.limits.batch, self._waiting_rows / self.limits.rows)
 
     @property
+    def busy(self) -> bool:
+        """Whether there are batches. In any thread."""
+        return bool(self._running)
+
+    @property
     def running(self) -> int:
         """Requests that the engine thread has."""
         return sum(len(one.batch.jobs) for one in self._running)

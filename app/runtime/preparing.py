@@ -68,7 +68,8 @@ class NoSlot(Exception):
 class Preparation:
     """One set on its way into memory.
 
-    slots: where weights go · moved: called on the loop with (kind, version, state) as a version goes on
+    slots: where weights go · between: called between pieces of work, in the thread that does it · moved: called on the
+    loop with (kind, version, state) as a version goes on
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class Preparation:
         slots: Slots,
         contracts: Contracts,
         background: Background,
+        between: Callable[[], None],
         moved: Callable[[Kind, Option, State], None],
     ) -> None:
         self._root, self._device, self._slots, self._contracts = root, device, slots, contracts
-        self._background, self._moved = background, moved
+        self._background, self._between, self._moved = background, between, moved
 
     async def parts(self, want: Want, residents: Iterable[Resident]) -> Parts:
         """Load what no resident has, and bind it. Raises Refused for a version, Rejected where two do not fit,
@@ -105,7 +107,7 @@ class Preparation:
             return await self._load(
                 "weights",
                 want.weights,
-                lambda path: read_weights(path, deployment, self._device, contracts, self._slots),
+                lambda path: read_weights(path, deployment, self._device, contracts, self._slots, self._between),
             )
         weights = Weights(known.snapshot.engine, known.snapshot.contract)
         if known.deployment == deployment:

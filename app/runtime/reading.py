@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -46,10 +46,12 @@ def read_weights(
     device: torch.device,
     contracts: Contracts,
     slots: Slots | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> Weights:
     """A weights version as the overlay wants it, in a slot. Raises Rejected.
 
-    Bytes that are not the manifest's are refused as such, whatever else was found in them.
+    Bytes that are not the manifest's are refused as such, whatever else was found in them. between: called between
+    pieces of work
     """
     manifest = verify(directory, "weights", lambda name: not _is_streamed(name))
     sha256 = {name: entry.sha256 for name, entry in manifest.files.items() if _is_streamed(name)}
@@ -62,10 +64,12 @@ def read_weights(
             # names and shapes first: a contract may take many seconds, and newer versions would wait for that of
             # weights that nobody can load
             opened = open_version(directory, kind, deployment.sid, deployment.limits, wanted)
+            between()
             contract = contracts.of(kind, opened.files, deployment, wanted, _beside(manifest))
+            between()
             engine = load_weights(
                 directory, kind, deployment.sid, deployment.limits,
-                precision=precision, device=device, slots=slots, sha256=sha256, opened=opened,
+                precision=precision, device=device, slots=slots, sha256=sha256, opened=opened, between=between,
             )  # fmt: skip
         _check_unchanged(directory, manifest)
     except Rejected as error:

@@ -129,6 +129,11 @@ class Runtime:
         return self._loaded
 
     @property
+    def busy(self) -> bool:
+        """Whether there are batches. In any thread."""
+        return self._batcher.busy
+
+    @property
     def active(self) -> Snapshot | None:
         """The snapshot that requests are admitted on."""
         return self._pins.active

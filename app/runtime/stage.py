@@ -22,6 +22,7 @@ from app.runtime.desired import Option
 from app.runtime.expectations import read_canary
 from app.runtime.in_force import InForce
 from app.runtime.ledger import Ledger
+from app.runtime.pace import Pace
 from app.runtime.policy_updates import PolicyUpdates
 from app.runtime.preparing import Preparation, Refused, Want
 from app.runtime.residents import Resident, Residents, adopted
@@ -61,7 +62,7 @@ class Stage:
         contracts: Contracts,
     ) -> None:
         self._root, self._runtime, self._policies, self._ledger = root, runtime, policies, ledger
-        self._contracts = contracts
+        self._contracts, self._pace = contracts, Pace(lambda: runtime.busy)
         self._background, self._composing, self._compose = background, composing, compose
         self._composer = Background("compose")  # a rollback does not wait for what is being loaded
         self._burials: set[asyncio.Future[None]] = set()
@@ -100,7 +101,7 @@ class Stage:
         if slots.full:
             self._supersede(active.batch_key)
         preparation = Preparation(
-            self._root, active.engine.device, slots, self._contracts, self._background, self._moved
+            self._root, active.engine.device, slots, self._contracts, self._background, self._pace, self._moved
         )
         parts = await preparation.parts(want, self.residents)
         snapshot, state = await self._composed(parts.snapshot(active.policies))

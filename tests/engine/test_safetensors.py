@@ -145,11 +145,13 @@ def test_neighbours_are_read_and_hashed_in_one_go(tmp_path, monkeypatch):
     file, reads, real = tmp_path / "x.safetensors", [], os.readv
     file.write_bytes(save(tensors))
     monkeypatch.setattr(os, "readv", lambda *given: reads.append(real(*given)) or reads[-1])
-    with Reader(file) as reader:
+    between = []
+    with Reader(file, lambda: between.append(len(reads))) as reader:
         for name, entry in reader.entries.items():
             pieces = [data.copy() for _, data in reader.read(entry, 80)]
             assert b"".join(pieces) == tensors[name].numpy().tobytes()
         assert reader.sha256() == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert between == [2, 3], "before each piece"
     assert sum(reads) == file.stat().st_size
     assert len(reads) == 4, "the length of the header, the header, and two pieces"
 

@@ -1,0 +1,39 @@
+"""How a load leaves the batches alone (RecoGEM 3.3): while there are any, it rests for longer than it works.
+
+A load takes the interpreter some thousand times, and each time the thread that launches batches gets it back a little
+later. At seven tenths of what a server can do, a batch that takes a twentieth longer makes its requests wait a quarter
+longer. So a load is spread: it takes three times as long, and most of the time nothing is there to be felt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+REST: Final = 2.0
+"""Seconds of rest for each second of work."""
+MOST_S: Final = 0.1
+"""One rest, at most: nobody knows what was done since the last one."""
+
+
+class Pace:
+    """Called between pieces of work, in the thread that does it.
+
+    busy  whether there are batches; it is asked in that thread
+    """
+
+    def __init__(
+        self,
+        busy: Callable[[], bool],
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._busy, self._clock, self._sleep = busy, clock, sleep
+        self._rested = clock()
+
+    def __call__(self) -> None:
+        """Rest for the work since the last rest, where there are batches."""
+        if self._busy():
+            self._sleep(min(MOST_S, REST * (self._clock() - self._rested)))
+        self._rested = self._clock()

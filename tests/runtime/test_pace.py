@@ -1,0 +1,63 @@
+"""Loads that leave the batches alone."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from app.runtime import pace
+from app.runtime.pace import MOST_S, REST, Pace
+from app.runtime.runtime import Runtime
+from tests import support
+from tests.live_support import live_server
+
+
+CONFIG = support.onerec_config((4, 5, 6))
+
+
+class Clock:
+    """A clock that moves when somebody works or sleeps."""
+
+    def __init__(self):
+        self.now, self.slept = 0.0, []
+
+    def clock(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def test_it_rests_for_longer_than_it_has_worked_where_there_are_batches():
+    clock, busy = Clock(), [True]
+    rest = Pace(lambda: busy[0], clock.clock, clock.sleep)
+    for worked in (0.01, 0.02):
+        clock.now += worked
+        rest()
+    assert clock.slept == pytest.approx([REST * 0.01, REST * 0.02])
+    busy[0] = False
+    clock.now += 0.03
+    rest()
+    assert len(clock.slept) == 2
+    busy[0] = True
+    clock.now += 0.005
+    rest()
+    assert clock.slept[2:] == pytest.approx([REST * 0.005])  # what was done while there were none is not made up for
+    clock.now += 60
+    rest()
+    assert clock.slept[3:] == [MOST_S]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+async def test_a_version_is_loaded_with_rests_where_there_are_batches_alone(tmp_path, monkeypatch, busy):
+    rests = []
+    monkeypatch.setattr(pace.Pace.__init__, "__defaults__", (time.perf_counter, rests.append))
+    monkeypatch.setattr(Runtime, "busy", property(lambda _: busy))
+    root = support.write_root(tmp_path / "root")
+    async with live_server(root) as server:
+        support.write_weights(root, CONFIG, support.onerec_weights(CONFIG, 2), "v2")
+        await server.settles(lambda status: status["active"]["weights"]["version"] == "v2")
+    assert (len(rests) >= 3) is busy  # behind the headers, behind the contract, and before the tensors
+    assert rests == [] or max(rests) <= MOST_S
