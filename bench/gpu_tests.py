@@ -43,8 +43,11 @@ def about() -> Row:
 
 
 def read(text: str) -> Iterator[tuple[str, str, float, str]]:
-    """Each case of a JUnit file: its test file, its name, seconds, and "passed", "skipped" or "failed"."""
+    """Each case of a JUnit file: its test file, its name, seconds, and "passed", "skipped" or "failed". One that was
+    running when pytest was interrupted has no name, and has said nothing."""
     for case in Tree.fromstring(text).iter("testcase"):
+        if not case.get("name"):
+            continue
         place = case.get("classname", "").split(".")
         kinds = {child.tag for child in case}
         result = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"

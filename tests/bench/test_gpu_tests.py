@@ -34,6 +34,7 @@ def round_of(tmp_path):
                str(tmp_path), f"--junitxml={folder / 'tests.xml'}", "tests/gpu/ops/test_norm.py"]  # fmt: skip
     subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, timeout=100)
     (folder / "empty.xml").write_text("")
+    (folder / "interrupted.xml").write_text('<testsuites><testsuite><testcase time="0.002" /></testsuite></testsuites>')
     (tmp_path / "round" / "about.json").write_text(json.dumps(MADE))
     return tmp_path / "round"
 
@@ -44,6 +45,7 @@ def test_a_round_is_recorded_beside_what_was_known(round_of, tmp_path):
     page.write_text(f"# Page\n\n{gpu_tests.BEGIN}\nold\n{gpu_tests.END}\n\nend\n")
     cases = {"tests/gpu/ops/test_norm.py": 6}
     found = gpu_tests.record(round_of, cases, known, page)
+    assert list(found) == ["tests/gpu/ops/test_norm.py"]
     one = found["tests/gpu/ops/test_norm.py"]
     assert (one["passed"], one["failed"], one["skipped"], one["commit"]) == (2, 1, 1, "abc")
     assert one["failures"] == ["test_one[2]"]
