@@ -12,7 +12,6 @@ from app.runtime.runtime import Runtime
 from tests import support
 from tests.live_support import live_server
 
-
 CONFIG = support.onerec_config((4, 5, 6))
 
 
