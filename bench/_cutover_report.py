@@ -68,6 +68,7 @@ def summary(parts: Sequence[Row]) -> Row:
     found = [Samples.of(part) for part in parts]
     steady = [[b for s in found for b in s.blocks(s.stretch == n)] for n in (1, 3)]
     during = [b for s in found for b in s.blocks(s.overlaps(s.windows) & (s.stretch == 2))]
+    between = [b for s in found for b in s.blocks(~s.overlaps(s.windows) & (s.stretch == 2))]
     first = [b for s in found for b in s.blocks(s.overlaps(s.first) & (s.stretch == 0))]
     both = steady[0] + steady[1]
     updates = [one for part in parts for one in part["updates"]]
@@ -91,7 +92,9 @@ def summary(parts: Sequence[Row]) -> Row:
         "late_p99_ms": quantile([np.array(c["columns"]["late_ms"]) for c in clients if c["columns"]], 0.99),
         "steady_ms": {name: quantile(both, q) for name, q in QUANTILES.items()},
         "during_ms": {name: quantile(during, q) for name, q in QUANTILES.items()} if during else {},
+        "between_ms": {name: quantile(between, q) for name, q in QUANTILES.items()} if between else {},
         "ratio": ratios(during, both),
+        "to_between": ratios(during, between),
         "aa": ratios(steady[1], steady[0]),
         "p99_by_part": [_of_part(one, 0.99) for one in found],
         "first_ms": {name: quantile(first, q) for name, q in QUANTILES.items()} if first else {},
@@ -164,8 +167,10 @@ def markdown(parts: Sequence[Row], found: Row, name: str) -> str:
         _figures(found),
         "\nRatios at a quantile, with 95 % of a bootstrap over blocks of three seconds. During: requests that overlap\n"
         "an update, from its publication to a quarter of a second after the version before gave its memory back.\n"
-        "A/A: the second steady stretch against the first. The first updates of a server fill its weight slots and,\n"
-        "on a GPU, capture their graphs; the last of them comes under load, and is in no other row.\n",
+        "Between: requests of the same minutes that overlap none; who waits long is likelier to meet an update, so\n"
+        "that ratio says rather too much. A/A: the second steady stretch against the first. The first updates of a\n"
+        "server fill its weight slots and, on a GPU, capture their graphs; the last of them comes under load, and is\n"
+        "in no other row.\n",
         f"![p99 over time]({name}.svg)\n",
     ]
     return "\n".join(lines)
@@ -174,7 +179,7 @@ def markdown(parts: Sequence[Row], found: Row, name: str) -> str:
 def _pooled(found: Row) -> str:
     return "; ".join(
         f"{mode}: {one['updates']} cutovers in {one['seconds']['updates']:.0f} s and {one['seconds']['steady']:.0f} s "
-        f"steady, in {one['parts']} parts"
+        f"steady, in {one['parts']} part{'s' if one['parts'] > 1 else ''}"
         for mode, one in found.items()
     )
 
@@ -208,7 +213,7 @@ def _figures(found: Row) -> str:
         row("saturation, requests/s", lambda f: ", ".join(map(str, f["saturation_per_s"]))),
         row("offered, requests/s", lambda f: ", ".join(map(str, f["rate_per_s"]))),
         row("requests steady, during updates", lambda f: f"{f['requests']['steady']}, {f['requests']['overlapping']}"),
-        row("failed or refused", lambda f: str(f["failed"])),
+        row("failed, refused, or without an answer in the end", lambda f: str(f["failed"])),
         row("answers with items of another vocab, or too few", lambda f: str(f["mixed"]["wrong_items"])),
         row("answers nearer to other weights than to those that they name",
             lambda f: f"{f['mixed']['nearer']} of {f['mixed']['judged']}"),
@@ -222,6 +227,9 @@ def _figures(found: Row) -> str:
         *(row(f"steady {q} ms", lambda f, q=q: f"{f['steady_ms'][q]:.2f}") for q in QUANTILES),
         *(row(f"during {q} ms", lambda f, q=q: f"{f['during_ms'].get(q, 0):.2f}") for q in QUANTILES),
         *(row(f"during / steady, {q}", lambda f, q=q: three(f["ratio"][q]) if f["ratio"] else "") for q in QUANTILES),
+        *(row(f"between updates {q} ms", lambda f, q=q: f"{f['between_ms'].get(q, 0):.2f}") for q in QUANTILES),
+        *(row(f"during / between, {q}", lambda f, q=q: three(f["to_between"][q]) if f["to_between"] else "")
+          for q in QUANTILES),
         *(row(f"A/A, {q}", lambda f, q=q: three(f["aa"][q]) if f["aa"] else "") for q in QUANTILES),
         row("during / steady p99 of each part", lambda f: ", ".join(f"{v:.2f}" for v in f["p99_by_part"])),
         row("first updates p50, p99, p99.9 ms", lambda f: ", ".join(f"{v:.2f}" for v in f["first_ms"].values())),

@@ -117,6 +117,7 @@ def test_the_report_pools_parts_and_modes(tmp_path):
     text = write_report([part(rows), part(rows), part(slow, mode="naive")], tmp_path / "r")
     assert "| during / steady, p99 | 1.00 (1.00..1.00) | 30.00" in text
     assert "| parts, updates | 2, 2 of 2 | 1, 1 of 1 |" in text
+    assert "| during / between, p99 | 1.00 (1.00..1.00) | " in text
     assert "Cut short" not in text
     assert "**live: p99 during updates / steady: met: 1.00 (1.00..1.00); the aim is 1.1, or 1.00, " in text
     assert "**naive: p99 during updates / steady: missed: 30.00 " in text
@@ -126,7 +127,7 @@ def test_the_report_pools_parts_and_modes(tmp_path):
     assert summary["live"]["requests"]["sent"] == 460
     assert summary["live"]["seconds"] == {"steady": 36.0, "updates": 10.0}
     assert "live: 2 cutovers in 10 s and 36 s steady, in 2 parts; naive: 1 cutovers in 5 s and 18 s" in text
-    assert "in 1 parts, all of commit c." in text
+    assert "in 1 part, all of commit c." in text
     picture = (tmp_path / "r.svg").read_text()
     assert picture.count("<polyline") == 4  # tail and rate, live and naive
     assert picture == plot({"live": part(rows), "naive": part(slow, mode="naive")})
