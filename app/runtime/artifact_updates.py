@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,8 @@ SHORT_S: Final = 0.03
 MOST_RESTLESS_S: Final = 4.0
 """And after so long nobody waits for one."""
 CONTRACT: Final = "contract"
+CHANGED: Final = "changed_on_disk"
+"""Of versions in memory whose files are not good."""
 
 
 class ArtifactUpdates:
@@ -187,6 +189,7 @@ class ArtifactUpdates:
             if what == DEPLOYMENT:
                 self._look_at_overlay(seen)
             self._refused = {known: why for known, why in self._refused.items() if known != what}
+            self._doubt_again(what, seen)
             self._apart = {pair: why for pair, why in self._apart.items() if pair != what}
 
     async def _keep_contract(self) -> None:
@@ -240,7 +243,7 @@ class ArtifactUpdates:
     def _look(self, seen: Survey) -> None:
         """Bring ledger, overlay and refusals up to a survey."""
         known, self._survey = self._survey, seen
-        self._drop_doubts()
+        self._drop_doubts(seen)
         if known is None or known.deployment != seen.deployment:
             self._retries.forget(DEPLOYMENT)
             self._look_at_overlay(seen)
@@ -297,12 +300,27 @@ class ArtifactUpdates:
         self._audit.drop(kind, one.version)
         self._audited(kind, one, one.problem or Rejected("manifest_missing", "the manifest is gone"))
 
-    def _drop_doubts(self) -> None:
+    def _doubt_again(self, what: Hashable, seen: Survey) -> None:
+        """Files of a version in memory that could not be looked at may be read by now."""
+        for kind in HEAVY:
+            for one in seen.candidates[kind]:
+                reason = self._ledger.reason(kind, one.version) if (kind, one.version) == what else None
+                if reason is not None and reason.code == CHANGED:
+                    self._doubt(kind, one)
+
+    def _drop_doubts(self, seen: Survey) -> None:
         """What has left memory is a version on the disk like any other, which whoever loads it looks at."""
         for kind, version in self._audit.pending:
             if self._ledger.state(kind, version) not in IN_MEMORY:
                 self._audit.drop(kind, version)
                 self._refused.pop((kind, version), None)
+        for kind in HEAVY:
+            for one in seen.candidates[kind]:
+                key = kind, one.version
+                if key in self._refused and self._ledger.state(*key) is State.RETIRED:
+                    del self._refused[key]
+                    self._settled = ("", *self._settled[1:])
+                    self._look_at(kind, one, first=False)
 
     def _audited(self, kind: Kind, one: Candidate, problem: Rejected | None) -> None:
         """Whether the files of a version in memory are good is known now, and with that which versions can be used."""
@@ -313,8 +331,9 @@ class ArtifactUpdates:
             return
         if problem is not None:
             message = f"what is in memory serves on; on the disk: {problem}"
-            reason = Reason("changed_on_disk", message, f"{kind}/{one.version}")
+            reason = Reason(CHANGED, message, f"{kind}/{one.version}")
             self._refused[kind, one.version] = one.fingerprint
+            self._retries.refused((kind, one.version), problem.code)
         self._ledger.move(kind, one.version, state, reason=reason)
 
     def _learn_requires(self, kind: Kind, one: Candidate) -> None:

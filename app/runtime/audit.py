@@ -14,6 +14,7 @@ from functools import partial
 
 from app.errors import Rejected
 from app.runtime.background import Background
+from app.runtime.reading import nothing_unexpected
 from app.runtime.survey import Candidate
 from app.vocab.manifest import Kind, verify
 
@@ -92,7 +93,8 @@ def _problem(kind: Kind, one: Candidate, moot: threading.Event, between: Callabl
         between()
 
     try:
-        verify(one.found.directory, kind, between=go_on)
+        with nothing_unexpected():
+            verify(one.found.directory, kind, between=go_on)
     except Rejected as error:
         return error.bare()
     return None

@@ -16,6 +16,7 @@ import torch
 T = TypeVar("T")
 NICE: Final = 5
 CLOSE_S: Final = 2.0
+_SAYING: Final = threading.Lock()
 
 
 class Background:
@@ -62,13 +63,14 @@ def use_one_core() -> None:
     take the cores of everybody else.
 
     What other threads have stays: torch gives the number that was said last to threads that have not computed yet, so
-    that one is said again, in a thread that ends.
+    that one is said again, in a thread that ends. One thread at a time: another one would take the 1 for everybody's.
     """
-    others = torch.get_num_threads()  # and this thread has its number now
-    torch.set_num_threads(1)
-    last = threading.Thread(target=torch.set_num_threads, args=(others,))
-    last.start()
-    last.join()
+    with _SAYING:
+        others = torch.get_num_threads()  # and this thread has its number now
+        torch.set_num_threads(1)
+        last = threading.Thread(target=torch.set_num_threads, args=(others,))
+        last.start()
+        last.join()
 
 
 def _answer(call: Callable[[], T], loop: asyncio.AbstractEventLoop, future: asyncio.Future[T]) -> None:

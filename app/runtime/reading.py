@@ -57,7 +57,7 @@ def read_weights(
     sha256 = {name: entry.sha256 for name, entry in manifest.files.items() if _is_streamed(name)}
     kind, precision = family(deployment.family), deployment.precision
     try:
-        with _nothing_unexpected():
+        with nothing_unexpected():
             room = (slots.free_bytes, slots.new_bytes) if slots else (0, 0)
             check_fits(directory, deployment, device, *room)
             wanted = resolve_precision(precision, device)
@@ -74,7 +74,7 @@ def read_weights(
         _check_unchanged(directory, manifest)
     except Rejected as error:
         if error.code not in NOT_OF_BYTES:
-            verify(directory, "weights")
+            verify(directory, "weights", between=between)
         raise
     return Weights(engine, contract, manifest.digest)
 
@@ -113,13 +113,13 @@ def model_files(directory: Path) -> ModelFiles:
 
 def read_vocab(directory: Path, sizes: Sequence[int]) -> Vocab:
     """A vocab version, with the files beside its table checked, too. Raises Rejected."""
-    with _nothing_unexpected():
+    with nothing_unexpected():
         verify(directory, "vocab", lambda name: name != artifact.FILE)
         return artifact.load_vocab(directory, sizes)
 
 
 @contextmanager
-def _nothing_unexpected() -> Iterator[None]:
+def nothing_unexpected() -> Iterator[None]:
     """What no check of ours, or of a family's, has thought of is wrong with a version, too: it is refused, with the
     line of code that tripped over it, and others get their turn. What the machine lacks is no version's fault, and may
     pass."""

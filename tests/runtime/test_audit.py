@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import Rejected
-from app.runtime import artifact_updates, audit
+from app.runtime import artifact_updates, audit, retries
 from app.runtime.audit import Audit
 from app.runtime.survey import Candidate
 from app.vocab import manifest
@@ -135,6 +136,45 @@ async def test_what_has_left_memory_is_looked_at_by_whoever_loads_it_again(tmp_p
             held.go.set()
 
 
+async def test_files_that_could_not_be_read_for_a_while_are_looked_at_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(artifact_updates, "PERIOD_S", 0.2)
+    monkeypatch.setattr(retries, "FIRST_S", 0.05)
+    root, back = world(tmp_path), threading.Event()
+
+    def verify(*args, **named):
+        if not back.is_set():
+            raise Rejected("disk_error", "cannot be read: Input/output error")
+        return manifest.verify(*args, **named)
+
+    monkeypatch.setattr(audit, "verify", verify)
+    async with live_server(root) as server:
+        await followed(server)
+        touched(root, "weights", "v1", tmp_path / "store")
+        await server.settles(lambda status: reason(status, "v1") == "changed_on_disk")
+        back.set()
+        await server.settles(lambda status: reason(status, "v1") is None)
+
+
+@pytest.mark.parametrize(("change", "state", "code"), [(-1, "discovered", "file_digest"), (0, "rejected", "file_size")])
+async def test_whoever_asks_for_what_has_left_memory_with_bad_files_hears_that(
+    tmp_path, monkeypatch, change, state, code
+):
+    monkeypatch.setattr(artifact_updates, "PERIOD_S", 0.2)
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        await followed(server)
+        file = root / "weights" / "v1" / "model.safetensors"
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + b"\xff" if change else b"")
+        await server.settles(lambda status: reason(status, "v1") == "changed_on_disk")
+        for number in (2, 3):
+            weights(root, f"v{number}", number)
+            await server.settles(serving(f"v{number}"))
+        await server.settles(lambda status: state_of(status, "weights", "v1")["state"] == state)
+        reply = await server.post("snapshots:promote?wait=60", {"weights": "v1"})
+        assert (reply.status, reply.json()["error"]["code"]) == (422, code), reply.body
+
+
 # ---- the auditor alone ---------------------------------------------------------------------------------------------
 
 
@@ -180,6 +220,29 @@ async def test_each_doubt_has_its_turn_and_newer_ones_of_a_version_come_behind_t
     assert made.audit.pending == set()
     made.audit.doubt("weights", candidate("later"))
     await until(lambda: made.told[3:] == [("later", None)])
+    await made.end()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (MemoryError(), "no_memory"),
+        (OSError(errno.EIO, "broken"), "disk_error"),
+        (RuntimeError("a ring"), "unexpected"),
+    ],
+)
+async def test_whatever_a_look_ends_with_the_next_one_is_begun(monkeypatch, error, code):
+    made = Auditor(monkeypatch)
+
+    def verify(directory, _, *, between):
+        if directory.name == "bad":
+            raise error
+
+    monkeypatch.setattr(audit, "verify", verify)
+    for version in ("bad", "a"):
+        made.audit.doubt("weights", candidate(version))
+    await until(lambda: len(made.told) == 2)
+    assert made.told == [("bad", code), ("a", None)]
     await made.end()
 
 

@@ -15,7 +15,7 @@ import torch
 
 from app.policies.last_good import Kept
 from app.policies.source import Source
-from app.runtime import state_dir
+from app.runtime import background, state_dir
 from app.runtime.background import Background
 
 
@@ -81,6 +81,32 @@ async def test_a_heavy_thread_computes_on_one_core_and_others_keep_theirs():
         light.close()
     finally:
         torch.set_num_threads(1)
+
+
+def test_heavy_threads_that_start_together_do_not_take_one_core_for_everybodys_number(monkeypatch):
+    torch.set_num_threads(3)
+    said, others = torch.set_num_threads, []
+
+    def says(number):
+        said(number)
+        if number == 1 and not others:  # somebody comes at the worst moment
+            others.append(threading.Thread(target=background.use_one_core))
+            others[0].start()
+            others[0].join(0.5)
+
+    monkeypatch.setattr(torch, "set_num_threads", says)
+    try:
+        first = threading.Thread(target=background.use_one_core)
+        first.start()
+        first.join()
+        others[0].join()
+        found = []
+        last = threading.Thread(target=lambda: found.append(_cores()))
+        last.start()
+        last.join()
+        assert found == [3]
+    finally:
+        said(1)
 
 
 def _cores() -> int:
