@@ -92,7 +92,7 @@ def check(
     else:
         for one in report.findings:
             typer.echo(f"{one.place}: {one.severity} {one.code}: {one.message}")
-        say(f"contract {report.contract}, weights {report.weights}, vocab {report.vocab}")
+        say(f"contract {report.contract or 'none'}, weights {report.weights or 'none'}, vocab {report.vocab or 'none'}")
         say(tally(one.severity for one in report.findings))
     raise typer.Exit(1 if report.errors else 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -50,6 +51,7 @@ def demo(
     keep: Annotated[bool, typer.Option(help="Leave the server running until Ctrl-C")] = False,
 ) -> None:
     """Start a server on ROOT, recommend for three users, print, stop."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the server ends, too
     console = Console()
     asked = read_users(users or root / "examples" / "movielens" / "users.json")[:3]
     with started(root, console) as server, httpx.Client(base_url=server.public, timeout=60) as client:
@@ -67,7 +69,9 @@ def read_users(file: Path) -> list[User]:
     """The users to ask for. Raises WidebeamError with the file where it cannot be read."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=list[User])
-    except (OSError, msgspec.DecodeError) as error:
+    except OSError as error:
+        raise WidebeamError(f"{file}: {error.strerror}; --users names another file, for a root of your own") from error
+    except msgspec.DecodeError as error:
         raise WidebeamError(f"{file}: {error}") from error
 
 

@@ -28,14 +28,20 @@ Line = tuple[int, bytes]
 
 def recommend(
     root: Annotated[Path, typer.Option(help="Deployment root")],
-    requests: Annotated[Path, typer.Option("--in", help="Request bodies, one JSON object a line")],
-    out: Annotated[Path, typer.Option(help="Answers, one JSON object a line, in the order of the requests")],
+    requests: Annotated[
+        Path, typer.Option("--in", exists=True, dir_okay=False, help="Request bodies, one JSON object a line")
+    ],
+    out: Annotated[
+        Path, typer.Option(dir_okay=False, help="Answers, one JSON object a line, in the order of the requests")
+    ],
     device: Annotated[Device | None, typer.Option(help="Instead of deployment.toml's")] = None,
     load: Annotated[
         Level, typer.Option(help="Load level of policies that have them; a file of requests is none")
     ] = "normal",
 ) -> None:
     """Answer a file of requests. A request that is refused gets its error as its line. Exit 1 if any was."""
+    if not out.parent.is_dir():
+        raise typer.BadParameter(f"dir '{out.parent}' does not exist", param_hint="--out")
     service = compose(root, Overrides(device=device), sys.stderr.buffer)
     failed = asyncio.run(_run(service, requests, out, load))
     if failed:

@@ -105,6 +105,13 @@ def test_check_says_where_deployment_toml_is_wrong(root):
     ]
 
 
+def test_check_of_a_folder_that_is_no_root_says_how_to_name_one(tmp_path):
+    code, out, said = run("check", "--root", tmp_path / "nowhere")
+    assert code == 1
+    assert "deployment.toml: error bad_deployment: is not there; --root names the folder that holds it" in out
+    assert "contract none, weights none, vocab none" in out + said
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # what a CPU and a GPU take
 def test_the_demo_ships_the_contracts_that_its_start_looks_for(dtype, monkeypatch):
     monkeypatch.setattr(contracts, "export_apart", lambda *_: ())

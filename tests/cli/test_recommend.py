@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -35,6 +36,16 @@ def test_a_bad_request_has_its_error_in_its_place_and_the_exit_code_says_so(tmp_
     good, bad = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(good["items"]) == 2
     assert (bad["line"], bad["error"]["path"]) == (2, "$.k")
+
+
+def test_files_that_are_not_there_are_wrong_usage_before_anything_is_loaded(tmp_path):
+    files = {"--root": tmp_path, "--in": tmp_path / "nope.jsonl", "--out": tmp_path / "answers.jsonl"}
+    cases = [({}, "nope.jsonl' does not exist"), ({"--in": Path(__file__), "--out": tmp_path / "no" / "a"}, "no' does")]
+    for others, said in cases:
+        given = [word for name, file in {**files, **others}.items() for word in (name, str(file))]
+        result = RUNNER.invoke(app, ["recommend", *given])
+        assert result.exit_code == 2
+        assert said in " ".join(result.output.split())
 
 
 def test_a_root_that_cannot_serve_is_said_and_nothing_is_written(tmp_path):
