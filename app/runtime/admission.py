@@ -117,7 +117,13 @@ class Admission:
             context = History(vocab.sids(history_items))
         else:
             context = request.context
-        inputs = snapshot.engine.prepare(context)
+        try:
+            inputs = snapshot.engine.prepare(context)
+        except InvalidRequest as error:
+            if unknown_history and not len(history_items):  # what the model misses, the catalogue does not know
+                message = f"{error.message}; no item of the history is in the catalogue"
+                raise InvalidRequest(message, path="$.context.history") from None
+            raise
         needs_seen = plan.seen
         seen_items = np.concatenate((excluded_items, history_items)) if needs_seen else excluded_items[:0]
         return Admitted(

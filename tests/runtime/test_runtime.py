@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from app.core import HistoryIds, Request, TokenIds
+from app.engine.engine import Engine
 from app.errors import Cancelled, DeadlineTooShort, Draining, Expired, InvalidRequest, NotReady, QueueFull, Underfilled
 from app.runtime.loader import Loaded
 from app.runtime.logs import make_log
@@ -100,6 +101,27 @@ async def test_an_answer_names_its_versions_and_counts_unknown_ids():
         assert outcome.versions.policy == "base"
         assert outcome.seed == (await world.ask("i1", k=1).outcome()).seed
         assert outcome.timings.total >= outcome.timings.decode > 0
+
+
+async def test_a_history_that_nobody_knows_is_named_where_the_model_misses_it(monkeypatch):
+    async with started() as world:
+        prepare = Engine.prepare
+
+        def wants_some(engine, context):  # as a model of tokens without a prefix
+            if not len(context.codes):
+                raise InvalidRequest("the context is empty", path="$.context")
+            return prepare(engine, context)
+
+        monkeypatch.setattr(Engine, "prepare", wants_some)
+        with pytest.raises(InvalidRequest) as refused:
+            world.ask("sku3", "nope")
+        assert (refused.value.path, refused.value.message) == (
+            "$.context.history", "the context is empty; no item of the history is in the catalogue",
+        )  # fmt: skip
+        with pytest.raises(InvalidRequest) as refused:
+            world.ask()
+        assert (refused.value.path, refused.value.message) == ("$.context", "the context is empty")
+        assert (await world.ask("i1", "nope", k=3).outcome()).unknown_history == 1
 
 
 async def test_what_falls_short_says_why():
