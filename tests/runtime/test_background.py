@@ -84,26 +84,34 @@ async def test_a_heavy_thread_computes_on_one_core_and_others_keep_theirs():
 
 
 def test_heavy_threads_that_start_together_do_not_take_one_core_for_everybodys_number(monkeypatch):
-    torch.set_num_threads(3)
-    said, others = torch.set_num_threads, []
+    said, counted = torch.set_num_threads, torch.get_num_threads
+    said(3)
+    read, done, found = threading.Event(), threading.Event(), []
+    second = threading.Thread(target=background.use_one_core)
 
     def says(number):
         said(number)
-        if number == 1 and not others:  # somebody comes at the worst moment
-            others.append(threading.Thread(target=background.use_one_core))
-            others[0].start()
-            others[0].join(0.5)
+        if threading.current_thread() is first and number == 1:
+            second.start()
+            read.wait(0.5)  # somebody comes at the worst moment, where that is possible
 
+    def counts():
+        number = counted()
+        if threading.current_thread() is second:
+            read.set()
+            done.wait(60)
+        return number
+
+    first = threading.Thread(target=lambda: (background.use_one_core(), done.set()))
     monkeypatch.setattr(torch, "set_num_threads", says)
+    monkeypatch.setattr(torch, "get_num_threads", counts)
     try:
-        first = threading.Thread(target=background.use_one_core)
         first.start()
         first.join()
-        others[0].join()
-        found = []
-        last = threading.Thread(target=lambda: found.append(_cores()))
-        last.start()
-        last.join()
+        second.join()
+        third = threading.Thread(target=lambda: found.append(counted()))
+        third.start()
+        third.join()
         assert found == [3]
     finally:
         said(1)
