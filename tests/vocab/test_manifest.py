@@ -245,3 +245,33 @@ def test_a_failed_publication_leaves_nothing(tmp_path: Path) -> None:
         made.write("a", [b"x"])
         raise ZeroDivisionError
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may look into every folder")
+def test_a_folder_that_nobody_may_look_into_is_no_reason_to_fail(version):
+    inner = _with_a_closed_folder(version)
+    try:
+        read_manifest(version, "weights")
+    finally:
+        inner.parent.chmod(0o755)
+
+
+def test_a_folder_whose_folders_cannot_be_looked_at_is_no_reason_to_fail(version, monkeypatch):
+    inner = _with_a_closed_folder(version, 0o755)
+    real = os.lstat
+
+    def closed(path, *more, **how):
+        if os.fspath(path) == os.fspath(inner):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return real(path, *more, **how)
+
+    monkeypatch.setattr(os, "lstat", closed)
+    read_manifest(version, "weights")
+
+
+def _with_a_closed_folder(version: Path, mode: int = 0o600) -> Path:
+    """A folder that may be read and not entered, with another one in it: the inner one."""
+    inner = version / "odd" / "inner"
+    inner.mkdir(parents=True)
+    inner.parent.chmod(mode)
+    return inner
