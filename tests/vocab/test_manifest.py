@@ -258,14 +258,17 @@ def test_a_folder_that_nobody_may_look_into_is_no_reason_to_fail(version):
 
 def test_a_folder_whose_folders_cannot_be_looked_at_is_no_reason_to_fail(version, monkeypatch):
     inner = _with_a_closed_folder(version, 0o755)
-    real = os.lstat
 
-    def closed(path, *more, **how):
-        if os.fspath(path) == os.fspath(inner):
-            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
-        return real(path, *more, **how)
+    def closed(real):
+        def look(path, *more, **how):
+            if not isinstance(path, int) and os.fspath(path) == os.fspath(inner):
+                raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+            return real(path, *more, **how)
 
-    monkeypatch.setattr(os, "lstat", closed)
+        return look
+
+    for name in ("lstat", "stat"):
+        monkeypatch.setattr(os, name, closed(getattr(os, name)))
     read_manifest(version, "weights")
 
 
