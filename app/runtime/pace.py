@@ -1,8 +1,8 @@
 """How a load leaves the batches alone (RecoGEM 3.3): while there are any, it rests for longer than it works.
 
 A load takes the interpreter some thousand times, and each time the thread that launches batches gets it back a little
-later. At seven tenths of what a server can do, a batch that takes a twentieth longer makes its requests wait a quarter
-longer. So a load is spread: it takes three times as long, and most of the time nothing is there to be felt.
+later. At seven tenths of what a server can do, what a batch takes longer is felt about three times in what its requests
+wait (1 / (1 - 0.7)). So a load is spread: it takes three times as long. What that does to the tail is not measured yet.
 """
 
 from __future__ import annotations
