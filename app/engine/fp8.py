@@ -113,6 +113,15 @@ class QuantisedRows:
         return NotImplemented
 
 
+def product_into(out: Tensor, x: Tensor, weight: Tensor | Quantised) -> None:
+    """x weight^T in the place of out [n, M], whose rows may lie apart: x [n, K], or rows in 8 bits in its place."""
+    if not isinstance(weight, Quantised):
+        torch.mm(x, weight.t(), out=out)
+        return
+    rows: Tensor | EightBits = x.rows if isinstance(x, QuantisedRows) else x
+    fp8.linear_into(out, rows, weight.data, weight.scale)
+
+
 def gated_for(gate: Tensor, up: Tensor, weight: Tensor | Quantised) -> Tensor:
     """`ops.gated`, to be multiplied by `weight` and used for nothing else."""
     if isinstance(weight, Quantised):

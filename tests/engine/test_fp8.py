@@ -13,7 +13,7 @@ from torch.nn import functional
 from app.config import Limits, SidConfig
 from app.engine.facts import weight_facts
 from app.engine.families.base import ModelFiles
-from app.engine.fp8 import Quantised, carrier, gated_for, install, normed_after, normed_for, quantised
+from app.engine.fp8 import Quantised, carrier, gated_for, install, normed_after, normed_for, product_into, quantised
 from app.engine.registry import family
 from app.engine.slots import Slots
 from app.engine.weights import layout, load, read_entries, resolve_precision
@@ -183,6 +183,20 @@ def test_rows_made_for_weights_in_8_bits_are_made_once_and_take_the_place_of_a_t
             with pytest.raises(TypeError):
                 wrong()
     assert torch.equal(normed_for(gate, norm, layer.weight, plain), norm(gate)), "one of them is not in 8 bits"
+
+
+def test_a_product_goes_where_rows_lie_apart_and_touches_nothing_beside_them():
+    random = torch.Generator().manual_seed(8)
+    x, weight = (torch.randn(*shape, generator=random).bfloat16() for shape in ((5, 32), (48, 32)))
+    eight = Quantised(*fp8.quantise_rows(weight))
+    rows = normed_for(x, nn.RMSNorm(32, 1e-6).bfloat16(), eight)
+    for given, by in ((x, weight), (x.float(), weight.float()), (x, eight), (rows, eight)):
+        expected = functional.linear(given, by)
+        slots = torch.full((2, 7, 64), 7.0, dtype=expected.dtype)
+        product_into(slots[1, :5, 8:56], given, by)
+        torch.testing.assert_close(slots[1, :5, 8:56], expected)
+        slots[1, :5, 8:56] = 7.0
+        assert (slots == 7.0).all()
 
 
 @pytest.mark.parametrize("eight", [(), ("first",), ("first", "second"), ("second",)])

@@ -113,6 +113,18 @@ def linear(x: Tensor | EightBits, weight: Tensor, scale: Tensor, bias: Tensor | 
     )  # fmt: skip
 
 
+def linear_into(out: Tensor, x: Tensor | EightBits, weight: Tensor, scale: Tensor) -> None:
+    """`linear` in the place of out [n, M], whose rows may lie apart."""
+    rows = x if isinstance(x, EightBits) else quantise_rows(x)
+    if rows.q.device.type != "cuda":
+        out.copy_(reference.linear(*rows, weight, scale, None, out.dtype))
+    elif len(rows.q):
+        torch._scaled_mm(  # noqa: SLF001  torch has no public name for it yet
+            rows.q, weight.t(), scale_a=rows.scale.unsqueeze(1), scale_b=scale.unsqueeze(0), out_dtype=out.dtype,
+            use_fast_accum=True, out=out,
+        )  # fmt: skip
+
+
 def grouped_linear(rows: EightBits, weight: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
     """`reference.grouped_linear` up to the order of its sums; on a GPU nothing is read on the host. Where torch has no
     such product (compute capability 9.0 has it) every matrix multiplies every row."""
