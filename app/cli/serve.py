@@ -17,9 +17,11 @@ from app.cli import front_end, loop
 from app.cli.compose import Device, Overrides, Service, compose
 from app.runtime.logs import route_stdlib
 
-SWITCH_S: Final = 0.0005
-"""Seconds after which a thread that runs Python lets another one that waits run. The event loop, busy with requests,
-keeps the engine thread from launching, and with Python's own 5 ms for most of what a batch's launches take."""
+SWITCH_S: Final = 0.00005
+"""Seconds after which a thread that runs Python lets another one that waits run. The launches of a batch give the
+interpreter away some hundred times, and whoever takes it (the event loop with its requests, a load) keeps it for a
+turn: on two cores, 300 launches beside two threads of pure Python take 370 ms at half a millisecond, 45 at this, .7
+alone, and those threads lose a fifth of their speed (`python -m bench.turns`). At Python's own 5 ms they take 8 s."""
 
 
 def serve(
