@@ -181,12 +181,15 @@ class InputSpec(NamedTuple):
 
 
 class StateSpec(NamedTuple):
-    """One carried tensor; `shape` is that of one request or one row slot (see `Arena`)."""
+    """One carried tensor; `shape` is that of one request or one row slot (see `Arena`). first: of a row slot's first
+    dim, where that begins which later steps read; what lies before it is of use to the step that wrote it, and to
+    nobody later."""
 
     name: str
     shape: tuple[int, ...]
     dtype: dtype
     scope: Literal["request", "row"]
+    first: int = 0
 
 
 class HeadSpec(NamedTuple):

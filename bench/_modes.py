@@ -140,18 +140,16 @@ class OnePlan(StepLoop):
         value = arena[f"cross_v.{group}"][: self.requests] if config.kv_split == 2 else key
         asked, _, _ = block.cross.heads(normed_for(x, block.cross_norm, block.cross.qkv.weight))
         seen = self._context(asked, key, value, block.scale)
-        q, k, v = own.heads(block.cross.after(x, seen, block.self_norm, own.qkv.weight))
-        slots_k, slots_v = arena[f"k.{index}"][:, : len(x)], arena[f"v.{index}"][:, : len(x)]
-        if t < self.steps:
-            slots_k[t - 1], slots_v[t - 1] = k, v
+        slots = self.family.slots(arena, index)
+        q, k, v = block.own(block.cross.after(x, seen, block.self_norm, own.qkv.weight), t, len(x), slots)
         if self.general:
-            seen = self._prefix(t, q, (k, v), (slots_k, slots_v), block.scale)
+            seen = self._prefix(t, q, (k, v), (slots.key[:, : len(x)], slots.value[:, : len(x)]), block.scale)
             x.addmm_(seen.flatten(1), own.o.weight.t())
             feed = cast(Feed, block.ffn)  # the modes are of the row without experts
             gate, up = feed.gate_up(block.ffn_norm(x)).chunk(2, 1)
             return x.add_(feed.down(silu(gate).mul_(up)))
         seen = prefix_attention(
-            q, k, v, arena[f"k.{index}"], arena[f"v.{index}"],
+            q, k, v, slots.key, slots.value,
             ancestry=self.ancestry, scale=block.scale, bias=self.bias[t - 1],
         )  # fmt: skip
         return block.ffn.onto(x, own.after(x, seen, block.ffn_norm, block.ffn.entry))

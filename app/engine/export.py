@@ -37,7 +37,7 @@ def export_family(family: Family, sizes: Sequence[int]) -> tuple[Function, ...]:
     does contradicts what its family declares. Not beside running computation: that an export is being made is a state
     of the process. The family is of no use afterwards: its buffers have no memory any more.
     """
-    family.to("meta")
+    family.to("meta").requires_grad_(requires_grad=False)  # as the engine's are: a product may be written in its place
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own export, about itself
         encode = _exported("encode", _Encode(family), _encode_arguments(family))

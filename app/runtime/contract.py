@@ -63,7 +63,7 @@ def make_parts(
     """
     limits, sid = deployment.limits, deployment.sid
     inputs = [{**spec._asdict(), "dtype": _dtype(spec.dtype)} for spec in model.input_specs()]
-    states = [{**spec._asdict(), "dtype": _dtype(spec.dtype)} for spec in model.state_specs()]
+    states = [_state(spec) for spec in model.state_specs()]
     parts: dict[str, object] = {
         "family": deployment.family,
         "steps": [step._asdict() for step in _steps(deployment)],
@@ -114,6 +114,13 @@ def contract_of(parts: Parts, model: Model, deployment: Deployment, precision: s
 def _steps(deployment: Deployment) -> tuple[StepShape, ...]:
     pairs = enumerate(zip(deployment.sid.sizes, deployment.limits.widths, strict=True), 1)
     return tuple(StepShape(t, codes, width) for t, (codes, width) in pairs)
+
+
+def _state(spec: StateSpec) -> dict[str, object]:
+    said = {**spec._asdict(), "dtype": _dtype(spec.dtype)}
+    if not spec.first:  # state that later steps read whole keeps a contract's id
+        del said["first"]
+    return said
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -63,10 +63,10 @@ class Compaction:
     the active one. Both buffers have fixed addresses."""
 
     def __init__(self, arena: Arena, states: Sequence[StateSpec]) -> None:
-        self._row_states = tuple(state.name for state in states if state.scope == "row")
+        self._row_states = tuple((state.name, state.first) for state in states if state.scope == "row")
         self._buffers: tuple[Arena, Arena] = (
             arena,
-            {**arena, **{name: torch.empty_like(arena[name]) for name in self._row_states}},
+            {**arena, **{name: torch.empty_like(arena[name]) for name, _ in self._row_states}},
         )
         self._active = 0
         self._shape = (0, 0)
@@ -84,8 +84,11 @@ class Compaction:
     def advance(self, t: int, parent: Tensor) -> None:
         """See `Transition`."""
         self._shape = (len(parent), t)
-        for name in self._row_states:
-            compact(self.arena[name], self._buffers[1 - self._active][name], parent, min(t, len(self.arena[name])))
+        for name, first in self._row_states:
+            active, standby = (self._buffers[one][name] for one in (self._active, 1 - self._active))
+            if first:
+                active, standby = active[:, :, first:], standby[:, :, first:]
+            compact(active, standby, parent, min(t, len(active)))
         self._active = 1 - self._active
 
     def ancestry(self) -> tuple[Tensor, bool]:

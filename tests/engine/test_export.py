@@ -85,6 +85,15 @@ def test_what_was_found_is_believed_when_it_is_read_again_and_nothing_else_is(ex
             check_stored(model, other, SIZES)
 
 
+def test_a_product_that_is_written_where_it_stays_is_written_state_with_its_links():
+    found = export_family(built("onerec", self_groups=2), SIZES)
+    assert [(one.name, one.exported, one.writes) for one in found] == [
+        ("encode", True, ("cross_k.0", "cross_length")), ("step 1", True, ("qkv.0",)), ("step 2", True, ()),
+    ]  # fmt: skip
+    assert "qkv.0" in found[2].reads
+    assert [link for link in links(found) if link.state == "qkv.0"] == [Link("qkv.0", "step 1", "step 2")]
+
+
 class Static(Toy):
     """Looks at values while it decides what to do."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from app.config import Limits, SidConfig
+from app.core import History, Rows
 from app.engine.facts import weight_facts
 from app.engine.families.base import ModelFiles
 from app.engine.fp8 import Quantised, carrier, gated_for, install, normed_after, normed_for, product_into, quantised
@@ -21,6 +23,7 @@ from app.errors import Rejected
 from app.ops import fp8
 from app.ops.fp8 import FP8
 from app.ops.gated import gated
+from app.runtime.contexts import batch_inputs
 from tests import support
 from tests.engine import hybrid, tiny
 
@@ -33,7 +36,7 @@ LIMITS = Limits(widths=(16,) * 3, rows=64, batch=4, context=24)
 def onerec(directory, **changes):
     """A random onerec all of whose projections have sizes that are multiples of 16."""
     sizes = {"d_model": 32, "heads": 2, "head_dim": 16, "cross_groups": 2, "self_groups": 1, "ffn": 48}
-    config = support.onerec_config(SIZES, **sizes, **changes)
+    config = support.onerec_config(SIZES, **{**sizes, **changes})
     weights = support.onerec_weights(config)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -80,6 +83,33 @@ def test_every_family_holds_its_projections_in_8_bits_and_nothing_else(tmp_path)
                 assert held[name].dtype == torch.bfloat16
         assert engine.dtype == torch.bfloat16
         assert {spec.dtype for spec in engine.state_specs()} <= {torch.bfloat16, torch.int32}
+
+
+def steps_of(engine, arena):
+    """Logits of three steps for two requests."""
+    prepared = [engine.prepare(History(np.array([[1, 2, 3], [0, 4, 5]], np.int32)[:n])) for n in (2, 1)]
+    engine.encode(batch_inputs(engine.input_specs(), prepared, CPU), arena)
+    found = []
+    for t, n in ((1, 2), (2, 5), (3, 4)):
+        codes, tree = torch.arange(n, dtype=torch.int32) % SIZES[t - 2], torch.zeros(n, t - 1, dtype=torch.int32)
+        start = torch.tensor([0, 1, n], dtype=torch.int32)
+        request = (torch.arange(n) > 0).int()
+        found.append(engine.step(t, Rows(codes, request, start, tree, compact=False, full=False), arena).logits)
+    return found
+
+
+def test_products_in_8_bits_are_kept_where_they_are_written(tmp_path):
+    engine = loaded(onerec(tmp_path / "onerec", self_groups=2), "onerec", SidConfig(sizes=SIZES))
+    inside, apart = engine.new_arena(LIMITS), engine.new_arena(LIMITS)
+    found = [steps_of(engine, inside)]
+    slots = engine._family.slots
+    engine._family.slots = lambda *asked: slots(*asked)._replace(product=None)  # as grouped heads: copies of a product
+    found.append(steps_of(engine, apart))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for spec in engine.state_specs():
+        assert bool(inside[spec.name].any())
+        if spec.scope == "row":
+            assert torch.equal(inside[spec.name][:, :, spec.first :], apart[spec.name][:, :, spec.first :])
 
 
 def test_weights_in_8_bits_are_the_stored_ones_quantised_row_by_row(tmp_path):

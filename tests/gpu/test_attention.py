@@ -26,6 +26,17 @@ def make(dtype, *, n=301, h=6, hkv=6, d=64, positions=4, first=0, slots=401, see
     return (q, k, v, k_slots, v_slots), {"ancestry": tree, "first": first, "scale": SCALE}
 
 
+def inside_products(operands, h):
+    """The same operands with slots that are parts of products of q, k and v; queries there are NaN."""
+    q, k, v, *slots = operands
+    steps, rows, hkv, d = slots[0].shape
+    whole = torch.full((steps, rows, h + 2 * hkv, d), torch.nan, dtype=q.dtype, device="cuda")
+    parts = whole[:, :, h : h + hkv], whole[:, :, h + hkv :]
+    for part, given in zip(parts, slots, strict=True):
+        part.copy_(given)
+    return (q, k, v, *parts)
+
+
 def wide(operands):
     return tuple(x.float() for x in operands)
 
@@ -51,6 +62,51 @@ def test_a_prefix_of_every_length_is_the_definition(dtype, d, h, hkv):
         torch.testing.assert_close(lse, sums, atol=2e-5, rtol=2e-5)
         alone = attention.prefix_attention(*operands, **how, bias=bias, compact=compact)
         assert torch.equal(alone, out)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("d", [64, 128, 256, 8, 40])
+@pytest.mark.parametrize(("h", "hkv"), [(6, 6), (8, 8), (8, 2)])
+def test_slots_inside_of_products_give_the_same_bits(dtype, d, h, hkv):
+    for positions, compact, first in itertools.product(range(1, 9), (False, True), (0, 1)):
+        operands, how = make(dtype, d=d, h=h, hkv=hkv, positions=positions, first=first, seed=positions)
+        expected = attention.prefix_attention_with_lse(*operands, **how, compact=compact)
+        found = attention.prefix_attention_with_lse(*inside_products(operands, h), **how, compact=compact)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_slots_of_keys_and_values_that_lie_unequally_far_apart_are_refused():
+    operands, how = make(torch.bfloat16)
+    apart = inside_products(operands, 6)
+    for pair in ((operands[3], apart[4]), (apart[3], operands[4])):
+        with pytest.raises(ValueError, match="of values; equal are served"):
+            attention.prefix_attention(*operands[:3], *pair, **how)
+
+
+@pytest.mark.parametrize(
+    ("n", "h", "d", "positions"), [(7, 3, 64, 8), (3, 5, 40, 3), (33, 2, 256, 4), (301, 14, 64, 4)]
+)
+def test_a_product_with_its_own_slot_stays_inside_of_its_memory(n, h, d, positions, monkeypatch):
+    """q, k and v are the last slot itself, and around all slots is poison."""
+    (*_, k_slots, v_slots), how = make(torch.float16, n=n, h=h, hkv=h, d=d, positions=positions, slots=n + 2)
+    torch.manual_seed(4)
+    slots = torch.randn(positions, n + 2, 3 * h, d, device="cuda").half()
+    slots[:-1, :, :h] = torch.nan
+    slots[:-1, :, h : 2 * h], slots[:-1, :, 2 * h :] = k_slots, v_slots
+    slots[-1, n:] = torch.nan
+    whole = between_nans(slots)
+    before = whole.clone()
+    own = whole[-1, :n]
+    operands = (own[:, :h], own[:, h : 2 * h], own[:, 2 * h :], whole[:, :, h : 2 * h], whole[:, :, 2 * h :])
+    expected, _ = reference.prefix_attention(*wide(operands), **how)
+    guard = Guarded()
+    monkeypatch.setattr(launch, "torch", guard)
+    out, _ = launch.attend(*operands, how["ancestry"], scale=SCALE, first=0, compact=False, lse=True)
+    assert_rounded(out, expected, torch.float16)
+    for memory, size in guard.made:
+        assert bool((memory[:4096] == -12345.0).all() & (memory[4096 + size :] == -12345.0).all())
+        assert not bool((memory[4096 : 4096 + size] == -12345.0).any()), "every place is written"
+    torch.testing.assert_close(whole, before, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", HALF)

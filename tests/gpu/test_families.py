@@ -19,8 +19,8 @@ from tests.engine import hybrid, tiny
 
 LIMITS = Limits(widths=(16,) * 3, rows=64, batch=4, context=24)
 KINDS = {
-    "onerec": "onerec", "onerec_experts": "onerec", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3",
-    "qwen3_5": "qwen3_5", "qwen3_next_experts": "qwen3_5",
+    "onerec": "onerec", "onerec_grouped": "onerec", "onerec_experts": "onerec", "qwen2": "qwen2", "qwen3": "qwen3",
+    "qwen3_moe": "qwen3", "qwen3_5": "qwen3_5", "qwen3_next_experts": "qwen3_5",
 }  # fmt: skip
 """Tiny models, and the family that serves each."""
 ALL = {"num_experts_per_tok": 4, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
@@ -39,7 +39,9 @@ def write(kind, directory):
         tiny.write(directory, kind, **ALL)
     elif kind.startswith("onerec"):
         experts = {"routed": 5, "top": 5, "hidden": 16, "shared": 1, "dense": 1, "normalise": False}
-        config = support.onerec_config(tiny.SIZES, **{"experts": experts} if kind == "onerec_experts" else {})
+        groups = 1 if kind == "onerec_grouped" else 2
+        changes = {"experts": experts} if kind == "onerec_experts" else {}
+        config = support.onerec_config(tiny.SIZES, self_groups=groups, **changes)
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(config))
         save_file(support.onerec_weights(config), directory / "model.safetensors")

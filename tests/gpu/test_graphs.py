@@ -56,7 +56,9 @@ def without_the_last(rows):
     return Rows(codes[:11], request[:11], start[:4], ancestry[:11], *how)
 
 
-@pytest.mark.parametrize("kind", ["onerec", "onerec_experts", "qwen2", "qwen3", "qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize(
+    "kind", ["onerec", "onerec_grouped", "onerec_experts", "qwen2", "qwen3", "qwen3_moe", "qwen3_5"]
+)
 def test_a_replay_is_the_step_bit_for_bit(kind, tmp_path):
     directory = tmp_path / "weights"
     if kind == "qwen3_5":  # as the replay's kernel takes it

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from app.core import StateSpec
 from app.engine.families.onerec_config import parse
 from app.engine.families.onerec_reference import OneRecReference, pad_history
 from app.errors import Cancelled, Fault, ModelOutput
@@ -130,8 +131,13 @@ def test_batch_mates_do_not_change_an_answer():
             np.testing.assert_allclose(one.scores, many.scores, atol=1e-5)
 
 
-def test_both_transitions_give_the_same_answers():
-    deployment, _, snapshot = world(policies={"narrow": widths(2, 3, 5)})
+@pytest.mark.parametrize("groups", [1, 2])
+def test_both_transitions_give_the_same_answers(groups):
+    deployment = support.deployment_of(SIZES)
+    engine = support.onerec_engine(SIZES, deployment.limits, self_groups=groups)
+    assert any(spec.first for spec in engine.state_specs()) == (groups == 2)
+    vocab = support.catalogue(support.random_sids(SIZES, 40), SIZES)
+    snapshot = support.snapshot_of(engine, vocab, deployment, {"narrow": widths(2, 3, 5)})
     jobs = [
         support.job_of(snapshot, deployment, h, policy=p, k=50) for h in ((), ("i1", "i9")) for p in ("base", "narrow")
     ]
@@ -222,6 +228,26 @@ def test_the_append_only_transition_never_touches_the_state():
         moving.open(3, torch.device("cpu"))
         moving.advance(1, torch.tensor([0, 0, 2, 1]))
     assert {name for _, name in watch.touched} == {s.name for s in snapshot.contract.states if s.scope == "row"}
+
+
+def test_compaction_moves_what_later_steps_read_and_leaves_the_rest():
+    states = (
+        StateSpec("whole", (3, 2), torch.float32, "row"),
+        StateSpec("part", (3, 2), torch.float32, "row", first=1),
+    )
+    arena = {state.name: torch.randn(2, 8, 3, 2) for state in states}
+    moving = TRANSITIONS["compaction"](arena, states)
+    standby = moving._buffers[1]
+    for state in states:
+        standby[state.name].fill_(7.0)
+    moving.open(3, torch.device("cpu"))
+    parent = torch.tensor([2, 0, 2, 1])
+    moving.advance(1, parent)
+    assert moving.arena is standby
+    assert torch.equal(standby["whole"][0, :4], arena["whole"][0, parent])
+    assert torch.equal(standby["part"][0, :4, 1:], arena["part"][0, parent, 1:])
+    assert bool((standby["part"][:, :, :1] == 7).all())
+    assert bool((standby["part"][1] == 7).all() & (standby["part"][0, 4:] == 7).all())
 
 
 class Largest(TorchDispatchMode):

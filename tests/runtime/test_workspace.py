@@ -34,10 +34,10 @@ def functions(dtype="float32"):
     return (Function("encode", exported=True), *steps)
 
 
-@pytest.mark.parametrize("limits", [TIGHT, LOOSE])
-def test_arena_and_logits_are_what_a_full_batch_allocates(limits, monkeypatch):
+@pytest.mark.parametrize(("limits", "groups"), [(TIGHT, 1), (TIGHT, 2), (LOOSE, 1)])
+def test_arena_and_logits_are_what_a_full_batch_allocates(limits, groups, monkeypatch):
     deployment = support.deployment_of(SIZES, **limits)
-    engine = support.onerec_engine(SIZES, deployment.limits)
+    engine = support.onerec_engine(SIZES, deployment.limits, self_groups=groups)
     vocab = support.catalogue(support.random_sids(SIZES, 40), SIZES)
     snapshot = support.snapshot_of(engine, vocab, deployment, {"p": ALL_CODES})
     says = workspace(engine.state_specs(), functions(), deployment.limits, SIZES)
@@ -120,6 +120,18 @@ def test_what_nobody_knows_is_not_made_up():
     assert whole["logits_bytes"] == 2 * half["logits_bytes"]
     assert workspace(states, functions()[:-1], deployment.limits, SIZES)["logits_bytes"] is None
     assert workspace(states, (), deployment.limits, SIZES)["logits_bytes"] is None
+
+
+@pytest.mark.parametrize(("groups", "row"), [(1, 2 * 2 * 1 * 8 * 4), (2, 2 * (2 + 2 * 2) * 8 * 4)])
+def test_a_contract_says_what_of_a_row_slot_later_steps_read_where_that_is_not_all(groups, row):
+    deployment = support.deployment_of(SIZES)
+    config = support.onerec_config(SIZES, self_groups=groups)
+    model = family("onerec").build(ModelFiles(config, Path(), {}), deployment.sid, deployment.limits, torch.float32)
+    parts = json.loads(msgspec.json.encode(make_parts(model, config, deployment, "float32", (), ())))
+    assert parts["workspace"]["row_slot_bytes"] == row
+    said = {state["name"]: state.get("first") for state in parts["states"]}
+    names = ["k.0", "v.0", "k.1", "v.1"] if groups == 1 else ["qkv.0", "qkv.1"]
+    assert said == {"cross_length": None, "cross_k.0": None, **dict.fromkeys(names, 2 if groups == 2 else None)}
 
 
 def test_a_contract_names_the_three_tables_of_columns():

@@ -68,13 +68,14 @@ def attend(
 
     Operands as there, q, k, v and slots in one 16-bit dtype; rows of q, k, v may lie apart (views of one product).
     Returns out [N, H, D], and the log-sum-exp [N, H] (stored head by head) where `lse` asks for it. Without ancestors,
-    `shared` and `lse` only v is read. Raises ValueError for what `unfit` names and for slots that are not contiguous.
+    `shared` and `lse` only v is read. Slots, too, may lie apart: each whole, those of k as far from each other as those
+    of v. Raises ValueError for what `unfit` and `slots_unfit` name.
     """
     (n, h, d), hkv = q.shape, k.shape[1]
     positions = ancestry.shape[1] - first + 1
     reason = unfit(q, v, positions)
-    if reason is None and (not (k_slots.is_contiguous() and v_slots.is_contiguous())):
-        reason = "slots: must be contiguous"
+    if reason is None:
+        reason = slots_unfit(k_slots, v_slots)
     if reason is None and not q.dtype == k.dtype == v.dtype == k_slots.dtype == v_slots.dtype:
         reason = "k, v and slots: must have the dtype of q"
     if reason is not None:
@@ -111,6 +112,20 @@ def _shape(device: torch.device, d: int, h: int, positions: int, *, bf16: bool, 
     form = "compact" if compact and positions > 1 else "walk" if walks else "slots"
     kernel = cuda.load(_SOURCE, f"{form}_{positions}", device, D=d, BF16=int(bf16))
     return _Shape(kernel, pairs, tile if walks else 0, pairs // tile * _WALK)
+
+
+def slots_unfit(k_slots: Tensor, v_slots: Tensor) -> str | None:
+    """Why the kernel cannot read slots where they lie, [steps, rows, Hkv, D] each; None where it can."""
+    if k_slots.shape != v_slots.shape:
+        return f"slots: {list(k_slots.shape)} of keys, {list(v_slots.shape)} of values; equal ones are served"
+    for name, slots in (("k_slots", k_slots), ("v_slots", v_slots)):
+        *far, head, one = slots.stride()
+        whole = one == 1 and (head == slots.shape[3] or slots.shape[2] == 1)
+        if not whole or any(stride % 8 for stride in far) or slots.data_ptr() % 16:
+            return f"{name}: strides {list(slots.stride())}; whole rows of 16-byte pieces are served"
+    if k_slots.stride()[:2] != v_slots.stride()[:2]:
+        return f"slots: strides {list(k_slots.stride())} of keys, {list(v_slots.stride())} of values; equal are served"
+    return None
 
 
 def _pointer(x: Tensor | None) -> int:

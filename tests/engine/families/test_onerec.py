@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from app.errors import InvalidRequest, Rejected
 from tests import support
 
 TOLERANCE = 1e-5
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 BASE = {
     "family": "onerec",
     "sizes": [5, 8, 3],
@@ -229,6 +231,72 @@ def test_tombstones_do_not_touch_other_rows() -> None:
         wild = np.array([[0], [0], [0], [0], [-1]])
         second = served.step(2, rows_of(codes, [5], wild), arena)
     torch.testing.assert_close(second.logits[:4], good[1], rtol=0, atol=TOLERANCE)
+
+
+def products_of(served: OneRec) -> list[torch.Tensor]:
+    """From here on, the products of each block's self-attention, made once more by themselves."""
+    noted = []
+    for block in served.blocks:
+        weight, given = block.self.qkv.weight, block.self.heads
+
+        def heads(
+            normed: torch.Tensor, *into: torch.Tensor, weight: torch.Tensor, given: Callable[..., Heads]
+        ) -> Heads:
+            noted.append(torch.nn.functional.linear(normed, weight))
+            return given(normed, *into)
+
+        block.self.heads = partial(heads, weight=weight, given=given)
+    return noted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_the_slot_of_its_row_bit_for_bit_and_the_last_step_has_none(dtype: torch.dtype) -> None:
+    config = config_of()
+    _, served = pair(config)
+    served.to(dtype)
+    assert [spec.name for spec in served.state_specs() if spec.scope == "row"] == ["qkv.0", "qkv.1", "qkv.2"]
+    assert {spec[1:] for spec in served.state_specs() if spec.scope == "row"} == {((12, 6), dtype, "row", 4)}
+    context = random_context(config, np.random.default_rng(2), 6)
+    arena = arena_of(served)
+    noted = products_of(served)
+    with torch.no_grad():
+        served.encode(ragged(served, [context]), arena)
+        for t, n in ((1, 1), (2, 5), (3, 4)):
+            before = {name: state.clone() for name, state in arena.items()}
+            served.step(t, rows_of([0] * n, [n], np.zeros((n, t - 1))), arena)
+            own, noted[:] = noted[:], []
+            for index, product in enumerate(own):
+                slots, old = arena[f"qkv.{index}"], before[f"qkv.{index}"]
+                if t < 3:
+                    assert torch.equal(slots[t - 1, :n].flatten(1), product)
+                    old[t - 1, :n] = slots[t - 1, :n]
+                torch.testing.assert_close(slots, old, rtol=0, atol=0, equal_nan=True)  # and nothing else is written
+
+
+def test_queries_are_of_no_use_to_a_later_step() -> None:
+    config = config_of()
+    _, served = pair(config)
+    context = random_context(config, np.random.default_rng(2), 6)
+    found = []
+    for spoiled in (False, True):
+        arena = arena_of(served)
+        with torch.no_grad():
+            served.encode(ragged(served, [context]), arena)
+            for t, n in ((1, 1), (2, 5), (3, 4)):
+                logits = served.step(t, rows_of([0] * n, [n], np.zeros((n, t - 1))), arena).logits
+                for spec in served.state_specs():
+                    if spoiled and spec.first:
+                        arena[spec.name][:, :, : spec.first] = torch.nan
+        found.append(logits)
+    assert torch.isfinite(found[0]).all()
+    assert torch.equal(*found)
+
+
+def test_grouped_heads_keep_keys_and_values_alone() -> None:
+    _, served = pair(config_of(self_groups=2))
+    rowwise = [spec for spec in served.state_specs() if spec.scope == "row"]
+    assert [spec.name for spec in rowwise] == ["k.0", "v.0", "k.1", "v.1", "k.2", "v.2"]
+    assert {(spec.shape, spec.first) for spec in rowwise} == {((2, 6), 0)}
 
 
 # ---- search ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,68 @@ def test_a_launch_covers_every_row_and_head(monkeypatch):
         Path(launch.__file__).with_name("kernel.cu").read_text().partition("name##_##S(")[2].partition(") {")[0]
     )
     assert {count for *_, count in launched} == {parameters.count("i64 ") + parameters.count("float ")}
+
+
+def inside_products(k_slots, v_slots, heads=4):
+    """The same slots as parts of products that hold q, k and v; what else is there is NaN."""
+    steps, slots, hkv, d = k_slots.shape
+    whole = k_slots.new_full((steps, slots, heads + 2 * hkv, d), torch.nan)
+    parts = whole[:, :, heads : heads + hkv], whole[:, :, heads + hkv :]
+    for part, given in zip(parts, (k_slots, v_slots), strict=True):
+        part.copy_(given)
+    return parts
+
+
+@pytest.mark.parametrize("hkv", [1, 2, 4])
+def test_slots_inside_of_products_are_slots(hkv):
+    (q, k, v, *slots), tree = operands(hkv=hkv)
+    parts, how = inside_products(*slots), {"ancestry": tree, "scale": SCALE}
+    shared = torch.randn_like(q), torch.randn(len(q), 4)
+    one = torch.tensor([9], dtype=torch.int32), torch.tensor([0, 9], dtype=torch.int32)
+    context = tuple(torch.randn(1, 9, hkv, 8) for _ in range(2))
+    for compact in (False, True):
+        for found, expected in (
+            (attention.prefix_attention(q, k, v, *each, **how, compact=compact) for each in (parts, slots)),
+            (attention.extend_attention(shared, q, k, v, *each, **how, compact=compact) for each in (parts, slots)),
+            (
+                attention.beam_attention(q, k, v, context, *one, *each, **how, widest=9, compact=compact)
+                for each in (parts, slots)
+            ),
+        ):
+            assert torch.equal(found, expected)
+
+
+def test_a_launch_is_told_how_far_apart_slots_are_and_refuses_what_it_cannot_read(monkeypatch):
+    launched = []
+
+    class Kernel:
+        def launch(self, blocks, threads, *arguments):
+            launched.append(arguments)
+
+    monkeypatch.setattr(cuda, "unfit", lambda _: None)
+    monkeypatch.setattr(cuda, "load", lambda *_, **__: Kernel())
+    launch._shape.cache_clear()
+    (q, k, v, *slots), tree = operands(dtype=torch.bfloat16)
+    parts = inside_products(*slots)
+    for each in (slots, parts):
+        launch.attend(q, k, v, *each, tree, scale=SCALE, first=0, compact=False)
+    launch._shape.cache_clear()
+    whole, part = launched
+    assert whole[14:16] == (12 * 2 * 8, 2 * 8)  # slot_step, slot_row
+    assert part[14:16] == (12 * 8 * 8, 8 * 8)
+    assert part[4] - part[3] == 2 * 2 * 8
+    odd = torch.zeros(3, 12, 2, 9, dtype=torch.bfloat16)[..., :8]
+    off = torch.zeros(3 * 12 * 2 * 8 + 1, dtype=torch.bfloat16)[1:].view(3, 12, 2, 8)
+    for pair, reason in (
+        ((parts[0], slots[1]), "strides [768, 64, 8, 1] of keys, [192, 16, 8, 1] of values; equal are served"),
+        ((slots[0], parts[1]), "strides [192, 16, 8, 1] of keys, [768, 64, 8, 1] of values; equal are served"),
+        ((slots[0][1:], slots[1]), "[2, 12, 2, 8] of keys, [3, 12, 2, 8] of values; equal ones are served"),
+        ((slots[0].transpose(2, 3).contiguous().transpose(2, 3), slots[1]), "k_slots: strides [192, 16, 1, 2]; whole"),
+        ((slots[0], odd), "v_slots: strides [216, 18, 9, 1]; whole rows"),
+        ((off, slots[1]), "k_slots: strides [192, 16, 8, 1]; whole rows of 16-byte pieces"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            launch.attend(q, k, v, *pair, tree, scale=SCALE, first=0, compact=False)
 
 
 def test_the_library_has_every_operator_once():
