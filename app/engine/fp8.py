@@ -18,7 +18,7 @@ from app.engine.families.base import Family
 from app.errors import Rejected
 from app.ops import fp8, grouped
 from app.ops.fp8 import FP8, EightBits
-from app.ops.gated import gated
+from app.ops.gated import gated, gated_product
 from app.ops.norm import rms_norm
 
 UNIT: Final = 16
@@ -127,6 +127,15 @@ def gated_for(gate: Tensor, up: Tensor, weight: Tensor | Quantised) -> Tensor:
     if isinstance(weight, Quantised):
         return cast(Tensor, QuantisedRows(fp8.quantise_gated(gate, up)))
     return gated(gate, up)
+
+
+def gated_product_for(x: Tensor, gate_up: Tensor | Quantised, weight: Tensor | Quantised) -> Tensor:
+    """silu(x gate^T) * (x up^T) of gate_up [2 F, d], gate before up: to be multiplied by `weight` and used for nothing
+    else."""
+    if isinstance(gate_up, Quantised) or isinstance(weight, Quantised):
+        gate, up = functional.linear(x, cast(Tensor, gate_up)).chunk(2, 1)
+        return gated_for(gate, up, weight)
+    return gated_product(x, gate_up)
 
 
 def normed_for(x: Tensor, norm: nn.RMSNorm, *weights: Tensor | Quantised) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from app.engine.fp8 import gated_for
+from app.engine.fp8 import gated_product_for
 from app.ops import norm
 from app.ops.graph import as_node
 
@@ -61,8 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """x [N, d]; gate_up [2 F, d] (gate first), down [d, F]: down(silu(gate x) * up x) [N, d]."""
-    gate, up = functional.linear(x, gate_up).chunk(2, 1)
-    return functional.linear(gated_for(gate, up, down), down)
+    return functional.linear(gated_product_for(x, gate_up, down), down)
 
 
 def _picked_shapes(hidden: Tensor, head: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

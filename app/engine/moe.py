@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from app.engine.fp8 import UNIT, dispatched_for, gated_for, grouped_for
+from app.engine.fp8 import UNIT, dispatched_for, gated_for, gated_product_for, grouped_for
 from app.ops import grouped
 
 
@@ -125,8 +125,7 @@ class Mixture(nn.Module):
     def _shared(self, x: Tensor, onto: Tensor) -> Tensor:
         if not self.of.shared:
             return onto
-        gate, up = functional.linear(x, self.shared_gate_up).chunk(2, 1)
-        hidden, down = gated_for(gate, up, self.shared_down), self.shared_down
+        hidden, down = gated_product_for(x, self.shared_gate_up, self.shared_down), self.shared_down
         if not self.of.shared_gate:
             return onto.addmm_(hidden, down.t())
         return onto.addcmul_(functional.linear(hidden, down), functional.linear(x, self.shared_weight).sigmoid_())

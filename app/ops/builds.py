@@ -17,6 +17,7 @@ import torch
 from app.ops.attention import context
 from app.ops.attention import launch as attention
 from app.ops.cuda import Build, files
+from app.ops.gated import product as gated
 from app.ops.gdn import launch as gdn
 from app.ops.selection.geometry import STATIC, Geometry, candidates, first_cluster, fitted
 from app.ops.selection.launch import NORMS, SOURCE, TYPES, defines, ranked_builds
@@ -77,6 +78,8 @@ def needed(needs: Needs, arch: str) -> tuple[Build, ...]:
         for k, v in sorted(needs.delta):
             found += _replay(k, v, bf16, arch) if gdn.shape_unfit(k, v) is None else ()
         found += [Build.of(_OPS / name / "kernel.cu", BF16=bf16) for name in ("gated", "grouped")]
+        if arch == "sm_90":
+            found += [Build.of(gated.SOURCE, gated.ARCH, BF16=bf16)]
         found += [Build.of(_OPS / "norm" / "kernel.cu", BF16=bf16, PIECES=pieces) for pieces in (1, 2, 4, 8, 16)]
         if needs.delta:
             found += [Build.of(_OPS / "gdn" / "around.cu", BF16=bf16, J=size) for size in (2, 3, 4)]

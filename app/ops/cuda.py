@@ -17,7 +17,6 @@ architecture, and allows no more spilled bytes on sm_90 than `spill` (0).
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from app.ops import nvrtc
+from app.ops import driver, nvrtc
 
 THREADS = 8
 """Modules that are compiled at a time."""
@@ -81,8 +80,8 @@ class Kernel:
     def launch(self, blocks: int, threads: int, *arguments: Any, early: bool = False) -> None:
         """Run on torch's current stream of the kernel's device.
 
-        arguments  int for `long long` and for pointers (`Tensor.data_ptr()` of a tensor that the caller holds), numpy
-                   scalars for everything else
+        arguments  int for `long long` and for pointers (`Tensor.data_ptr()` of a tensor that the caller holds), bytes
+                   for a `driver.tensor_map`, numpy scalars for everything else
         early      begin while the kernel before ends (programmatic launch): for a source that says griddepcontrol.wait
                    in front of what it reads or writes of others
         """
@@ -90,45 +89,9 @@ class Kernel:
             with torch.cuda.device(self.device):
                 return self.launch(blocks, threads, *arguments, early=early)
         stream = torch._C._cuda_getCurrentRawStream(self.device)  # noqa: SLF001  30 times quicker than current_stream
-        if early:
-            return _launch_early(self.function.ptr, blocks, threads, self.memory, stream, arguments)
+        if early or bytes in map(type, arguments):  # neither can CuPy's launch have
+            return driver.launch(self.function.ptr, blocks, threads, self.memory, stream, arguments, early=early)
         return self.function((blocks,), (threads,), arguments, self.memory, _Stream(stream))  # type: ignore[no-any-return]
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute of the driver."""
-
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_byte * 60))
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig of the driver."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("memory", ctypes.c_uint),
-        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
-    )  # fmt: skip
-
-
-_EARLY = _Attribute(id=6, value=1)
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
-
-
-def _launch_early(function: int, blocks: int, threads: int, memory: int, stream: int, arguments: Iterable[Any]) -> None:
-    """CuPy's launch with an attribute, which CuPy's cannot have. An argument begins where its eight bytes do."""
-    given = [x if isinstance(x, int) else int.from_bytes(x.tobytes(), "little") for x in arguments]
-    held = (ctypes.c_longlong * len(given))(*given)
-    first = ctypes.addressof(held)
-    places = (ctypes.c_void_p * len(given))(*range(first, first + 8 * len(given), 8))
-    sizes = ((ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(threads, 1, 1))
-    config = _Config(*sizes, memory, stream, ctypes.pointer(_EARLY), 1)
-    if error := _driver().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), places, None):
-        raise RuntimeError(f"cuLaunchKernelEx: error {error}")
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,14 +220,15 @@ _MODULES = _Modules()
 
 @cache
 def _load(name: str, device: int, memory: int, build: Build) -> Kernel:
-    from cupy.cuda import Device, driver  # noqa: PLC0415  there is none on a CPU
+    from cupy.cuda import Device  # noqa: PLC0415  there is none on a CPU
+    from cupy.cuda import driver as limits  # noqa: PLC0415
 
     with Device(device), torch.cuda.device(device):
         function = _MODULES.load(build, device).get_function(name)
         if memory:
             # one function serves launches with more and with less: the limit never falls
-            limit = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            driver.funcSetAttribute(function.ptr, limit, max(memory, driver.funcGetAttribute(limit, function.ptr)))
+            limit = limits.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            limits.funcSetAttribute(function.ptr, limit, max(memory, limits.funcGetAttribute(limit, function.ptr)))
         return Kernel(function, device, memory)
 
 

@@ -15,14 +15,25 @@ from app.config import Limits, SidConfig
 from app.core import History, Rows
 from app.engine.facts import weight_facts
 from app.engine.families.base import ModelFiles
-from app.engine.fp8 import Quantised, carrier, gated_for, install, normed_after, normed_for, product_into, quantised
+from app.engine.fp8 import (
+    Quantised,
+    QuantisedRows,
+    carrier,
+    gated_for,
+    gated_product_for,
+    install,
+    normed_after,
+    normed_for,
+    product_into,
+    quantised,
+)
 from app.engine.registry import family
 from app.engine.slots import Slots
 from app.engine.weights import layout, load, read_entries, resolve_precision
 from app.errors import Rejected
 from app.ops import fp8
 from app.ops.fp8 import FP8
-from app.ops.gated import gated
+from app.ops.gated import gated, gated_product
 from app.runtime.contexts import batch_inputs
 from tests import support
 from tests.engine import hybrid, tiny
@@ -191,6 +202,27 @@ def test_what_stands_for_a_weight_multiplies_and_does_nothing_else():
     for wrong in (lambda: torch.mm(x, held.t()), lambda: torch.cat([held, held]), lambda: x @ held):
         with pytest.raises(TypeError):
             wrong()
+
+
+def test_a_gated_product_is_one_operator_unless_either_weight_is_in_8_bits():
+    torch.manual_seed(0)
+    x = torch.randn(5, 48).bfloat16()
+    entry, down = nn.Linear(48, 64, bias=False).bfloat16(), nn.Linear(32, 48, bias=False).bfloat16()
+    plain, out = entry.weight, down.weight
+    expected = gated_product(x, plain)
+    assert torch.equal(expected, gated(*functional.linear(x, plain).chunk(2, 1)))
+    assert torch.equal(gated_product_for(x, plain, out), expected)
+    install(down, "weight", *fp8.quantise_rows(out))
+    rows = gated_product_for(x, plain, down.weight)
+    assert isinstance(rows, QuantisedRows)
+    assert torch.equal(rows.rows.q.float(), fp8.quantise_gated(*functional.linear(x, plain).chunk(2, 1)).q.float())
+    install(entry, "weight", *fp8.quantise_rows(plain))
+    product = functional.linear(x, entry.weight)
+    assert torch.equal(gated_product_for(x, entry.weight, out), gated(*product.chunk(2, 1)))
+    both = gated_product_for(x, entry.weight, down.weight)
+    assert torch.equal(
+        functional.linear(both, down.weight), fp8.linear(gated(*product.chunk(2, 1)), *down.weight.parameters())
+    )
 
 
 def test_rows_made_for_weights_in_8_bits_are_made_once_and_take_the_place_of_a_tensor_in_their_products_only():

@@ -15,6 +15,7 @@ from app.ops.attention import launch as attention_launch
 from app.ops.builds import GPUS, Needs, by_torch, needed, of_expressions, sources
 from app.ops.cuda import Build, Kernel
 from app.ops.gated import operators as gated
+from app.ops.gated import product
 from app.ops.gdn import around
 from app.ops.gdn import launch as gdn_launch
 from app.ops.norm import operators as norm
@@ -182,6 +183,7 @@ def test_what_no_kernel_takes_is_said_by_name_and_makes_no_build():
     built = {(one.source.parent.name, one.source.name, *dict(one.define).values()) for one in needed(needs, "sm_90")}
     assert {one[2:] for one in built if one[:2] == ("attention", "kernel.cu")} == {(1, 96)}
     assert not any(one[:2] == ("attention", "context.cu") for one in built)
+    assert [arch for arch in GPUS if any(one.source == product.SOURCE for one in needed(needs, arch))] == ["sm_90"]
     served = Needs(torch.bfloat16, frozenset({64}), frozenset(), SIZES, WIDTH, BATCH, positions=4)
     assert by_torch(served, "sm_90") == {}
     assert by_torch(served, "sm_80") == {"context attention": "sm_80; its products are those of sm_90"}
@@ -203,8 +205,10 @@ def test_replays_ask_for_nothing_else(asked, monkeypatch, arch, k):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gates_and_experts_ask_for_nothing_else(asked, dtype):
+    asked.arch = "sm_90"
     x = torch.ones(2, 16, dtype=dtype)
     gated._gated(x, x)  # a CPU's own tensors do not come to it
+    product._kernel.__wrapped__(torch.device("cuda:0"), bf16=dtype == torch.bfloat16)
     expert, weight = grouped.choose(x, None, 2, sigmoid=False, normalise=True, factor=1.0)
     grouped.dispatch(x, expert, 16)
     grouped.combine(torch.ones(4, 16, dtype=dtype), torch.zeros(2, 2, dtype=torch.int32), weight, x)

@@ -1,17 +1,15 @@
-"""Sources of kernels: their parts; and what an early launch gives the driver."""
+"""Sources of kernels: their parts; and which launches are the driver's own."""
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import torch
 
-from app.ops import cuda
+from app.ops import cuda, driver
 from app.ops.builds import sources
-from app.ops.cuda import Build
+from app.ops.cuda import Build, Kernel
 from app.ops.nvrtc import CompileError, Missing, compiled, version
 
 OPS = Path(cuda.__file__).parent
@@ -59,24 +57,23 @@ def test_the_compilers_words_name_the_line_of_the_source(source):
         compiled(cuda.text(source), ("-arch=sm_90",))
 
 
-def test_an_early_launch_gives_every_argument_at_the_address_of_its_type(monkeypatch):
-    """As a kernel reads them: `long long`, `float` and `int`, each from its own place."""
-    found = []
+def test_what_cupys_launch_cannot_have_is_the_drivers_own(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 5, raising=False)
+    monkeypatch.setattr(driver, "launch", lambda *given, early: seen.append(("driver", *given, early)))
 
-    def launched(config, function, places, _):
-        own = config._obj
-        found.append((tuple(own.grid), tuple(own.block), own.memory, own.stream, own.attributes[0].id, own.count))
-        found.append(function.value)
-        kinds = (ctypes.c_longlong, ctypes.c_float, ctypes.c_int, ctypes.c_longlong)
-        found.append([kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)])
-        return 0
+    class Function:
+        ptr = 7
 
-    monkeypatch.setattr(cuda, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launched))
-    cuda._launch_early(7, 3, 128, 1024, 5, (2**47 + 3, np.float32(-1.5), np.int32(-9), -1))
-    assert found == [((3, 1, 1), (128, 1, 1), 1024, 5, 6, 1), 7, [2**47 + 3, -1.5, -9, -1]]
+        def __call__(self, *given):
+            seen.append(("cupy", *given[:4], given[4].ptr))
 
-
-def test_an_early_launch_that_the_driver_refuses_is_an_error(monkeypatch):
-    monkeypatch.setattr(cuda, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=lambda *_: 701))
-    with pytest.raises(RuntimeError, match="701"):
-        cuda._launch_early(7, 1, 32, 0, 5, ())
+    kernel = Kernel(Function(), 0, 64)
+    kernel.launch(2, 32, 1)
+    kernel.launch(2, 32, 1, early=True)
+    kernel.launch(2, 32, b"map", 1)
+    assert seen == [
+        ("cupy", (2,), (32,), (1,), 64, 5), ("driver", 7, 2, 32, 64, 5, (1,), True),
+        ("driver", 7, 2, 32, 64, 5, (b"map", 1), False),
+    ]  # fmt: skip

@@ -35,7 +35,7 @@ from app.engine.families import onerec_config
 from app.engine.families.base import Binding, Family, ModelFiles
 from app.engine.families.onerec_config import ExpertsConfig, FeatureConfig, HistoryConfig, OneRecConfig
 from app.engine.families.onerec_inputs import HISTORY_LONG, HISTORY_SHORT, OneRecInputs
-from app.engine.fp8 import gated_for, normed_after, normed_for, product_into
+from app.engine.fp8 import gated_product_for, normed_after, normed_for, product_into
 from app.engine.moe import Mixture, Piece, Routing, pieces
 from app.errors import Rejected
 from app.ops.attention import context_attention, prefix_attention
@@ -75,9 +75,8 @@ class Feed(nn.Module):
 
     def onto(self, x: Tensor, normed: Tensor) -> Tensor:
         """x [N, d_model] with the output for `normed` [N, d_model] added, in its memory."""
-        gate, up = self.gate_up(normed).chunk(2, 1)
         down = self.down.weight
-        return x.addmm_(gated_for(gate, up, down), down.t())
+        return x.addmm_(gated_product_for(normed, self.gate_up.weight, down), down.t())
 
 
 class Experts(Mixture):

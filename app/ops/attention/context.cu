@@ -20,6 +20,7 @@
 // overflow, and most tiles need no rescaling of the output. What a row gets depends on no other row.
 
 // part: prelude/half.cuh
+// part: prelude/warpgroup.cuh
 
 #define BLOCKS (D == 64 ? 2 : 1)  // of a processor
 #define THREADS 256
@@ -64,21 +65,8 @@ PRODUCT(first_keys, MADE, "0", "0")
 PRODUCT(more_keys, SUMMED, "0", "1")
 PRODUCT(values, SUMMED, "1", "1")
 
-__device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void finish() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
 // Keeps what is made of y behind this line, and what makes it before.
 __device__ __forceinline__ void settled(float (&y)[8][4]) { asm volatile("" : LIST(SUMMED) : : "memory"); }
-
-// Swizzled rows of 128 bytes, eights of rows 1024 bytes apart; at: bytes / 16.
-__device__ __forceinline__ u64 descriptor(u32 at) {
-    u64 x;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(x) : "r"(at | 1u << 16), "r"(64u | 1u << 30));
-    return x;
-}
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // 16 bytes to shared memory, or zeros.
 __device__ __forceinline__ void fetch(u32 to, const u16* from, bool there) {
@@ -138,15 +126,6 @@ __device__ __forceinline__ float most_of_quad(float x) {
 __device__ __forceinline__ float sum_of_quad(float x) {
     x += __shfl_xor_sync(ALL, x, 1);
     return x + __shfl_xor_sync(ALL, x, 2);
-}
-
-// Words j of four lanes become the four words of lane j.
-__device__ __forceinline__ uint4 turned(u32 a, u32 b, u32 c, u32 d) {
-    const bool one = threadIdx.x & 1, two = threadIdx.x & 2;
-    const u32 ab = __shfl_xor_sync(ALL, one ? a : b, 1), cd = __shfl_xor_sync(ALL, one ? c : d, 1);
-    a = one ? ab : a, b = one ? b : ab, c = one ? cd : c, d = one ? d : cd;
-    const u32 ac = __shfl_xor_sync(ALL, two ? a : c, 2), bd = __shfl_xor_sync(ALL, two ? b : d, 2);
-    return two ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
 }
 
 // A warpgroup's share of the softmax over the tiles so far, two rows a thread: lane / 4 and 8 more of its warp's 16.

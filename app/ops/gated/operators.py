@@ -1,5 +1,6 @@
-"""The gate of a SwiGLU as the engine calls it: one pass over the memory on an NVIDIA GPU in 16 bit (`kernel.cu`), the
-definition (`reference.py`) elsewhere. Registered with `torch.library`, so that torch.export keeps it as one node."""
+"""The gate of a SwiGLU as the engine calls it: one pass over the memory on an NVIDIA GPU in 16 bit (`kernel.cu`), or no
+pass where the product before it gates its own sums (`product.cu`); the definition (`reference.py`) elsewhere.
+Registered with `torch.library`, so that torch.export keeps each as one node."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from app.ops import cuda
-from app.ops.gated import reference
+from app.ops.gated import product, reference
 from app.ops.library import register
 
 _SOURCE = Path(__file__).with_name("kernel.cu")
@@ -21,6 +23,13 @@ _PIECE = 8
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """`reference.gated`; on a GPU in 16 bit silu is not rounded before the product. Rows may lie apart."""
     out: Tensor = _CALL(gate, up)
+    return out
+
+
+def gated_product(x: Tensor, weight: Tensor) -> Tensor:
+    """`reference.gated_product`. On a GPU in 16 bit gate and up are rounded before the gate only where `product.unfit`
+    says why they are a product by themselves."""
+    out: Tensor = _PRODUCT_CALL(x, weight)
     return out
 
 
@@ -50,8 +59,24 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+def _gated_product(x: Tensor, weight: Tensor) -> Tensor:
+    if product.unfit(x, weight) is None:
+        return product.gated_product(x, weight)
+    gate, up = linear(x, weight).chunk(2, 1)
+    return _gated(gate, up)
+
+
 def _shape(gate: Tensor, _up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
 _CALL = register("gated(Tensor gate, Tensor up) -> Tensor", _gated, _shape, reference.gated)
+
+
+def _product_shape(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] // 2)
+
+
+_PRODUCT_CALL = register(
+    "gated_product(Tensor x, Tensor weight) -> Tensor", _gated_product, _product_shape, reference.gated_product
+)
