@@ -39,7 +39,7 @@ def write(kind, directory):
         tiny.write(directory, kind, **ALL)
     elif kind.startswith("onerec"):
         experts = {"routed": 5, "top": 5, "hidden": 16, "shared": 1, "dense": 1, "normalise": False}
-        groups = 1 if kind == "onerec_grouped" else 2
+        groups = 2 if kind == "onerec" else 1
         changes = {"experts": experts} if kind == "onerec_experts" else {}
         config = support.onerec_config(tiny.SIZES, self_groups=groups, **changes)
         directory.mkdir()
