@@ -17,6 +17,7 @@ from torch.nn import functional
 from app.engine.families.base import Family
 from app.errors import Rejected
 from app.ops import fp8, grouped
+from app.ops import product as products
 from app.ops.fp8 import FP8, EightBits
 from app.ops.gated import gated, gated_product
 from app.ops.norm import rms_norm
@@ -76,9 +77,30 @@ class Quantised(nn.Module):
     def product(self, x: Tensor | QuantisedRows, bias: Tensor | None = None) -> Tensor:
         """x [.., K] -> [.., M]."""
         if isinstance(x, QuantisedRows):
-            return fp8.linear(x.rows, self.data, self.scale, bias)
-        out = fp8.linear(x.reshape(-1, x.shape[-1]), self.data, self.scale, bias)
+            return self._product(x.rows, bias)
+        out = self._product(_rows(x.reshape(-1, x.shape[-1])), bias)
         return out.view(*x.shape[:-1], out.shape[1])
+
+    def _product(self, rows: Tensor | EightBits, bias: Tensor | None) -> Tensor:
+        found = self._chosen(rows) if bias is None else None
+        return fp8.linear(rows, self.data, self.scale, bias) if found is None else found
+
+    def into(self, out: Tensor, x: Tensor | QuantisedRows) -> None:
+        """out [n, M] = `product` of x [n, K]."""
+        rows = _rows(x)
+        if self._chosen(rows, out) is None:
+            fp8.linear_into(out, rows, self.data, self.scale)
+
+    def added(self, out: Tensor, x: Tensor | QuantisedRows) -> Tensor | None:
+        """For out [n, M] += `product` of x [n, K]: what is still to be added, None where one launch has done it."""
+        rows = _rows(x)
+        return fp8.linear(rows, self.data, self.scale) if self._chosen(rows, out, onto=True) is None else None
+
+    def _chosen(self, rows: Tensor | EightBits, out: Tensor | None = None, *, onto: bool = False) -> Tensor | None:
+        """See `products.scaled`; a CPU has no algorithms."""
+        if not isinstance(rows, EightBits):
+            return None
+        return products.scaled(rows.q, self.data, products.Scales(rows.scale, self.scale), out, onto=onto)
 
     @classmethod
     def __torch_function__(
@@ -92,6 +114,13 @@ class Quantised(nn.Module):
 
 def _linear(input: Tensor | QuantisedRows, weight: Quantised, bias: Tensor | None = None) -> Tensor:  # noqa: A002  torch's own names
     return weight.product(input, bias)
+
+
+def _rows(x: Tensor | QuantisedRows) -> Tensor | EightBits:
+    """Rows [n, K] as `ops.fp8` multiplies them. A CPU's, which may be of any precision, it makes itself."""
+    if isinstance(x, QuantisedRows):
+        return x.rows
+    return fp8.quantise_rows(x) if x.is_cuda else x
 
 
 class QuantisedRows:
@@ -113,13 +142,27 @@ class QuantisedRows:
         return NotImplemented
 
 
+def product(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None = None) -> Tensor:
+    """x [n, K] weight^T [M, K] -> [n, M]: without a bias by the quickest algorithm that was found for it."""
+    if isinstance(weight, Quantised):
+        return weight.product(x, bias)
+    return products.product(x, weight) if bias is None else functional.linear(x, weight, bias)
+
+
 def product_into(out: Tensor, x: Tensor, weight: Tensor | Quantised) -> None:
-    """x weight^T in the place of out [n, M], whose rows may lie apart: x [n, K], or rows in 8 bits in its place."""
+    """`product` in the place of out [n, M], whose rows may lie apart."""
+    if isinstance(weight, Quantised):
+        weight.into(out, x)
+    else:
+        products.product_into(out, x, weight)
+
+
+def product_onto(out: Tensor, x: Tensor, weight: Tensor | Quantised) -> Tensor:
+    """out [n, M] += `product`, in out's memory."""
     if not isinstance(weight, Quantised):
-        torch.mm(x, weight.t(), out=out)
-        return
-    rows: Tensor | EightBits = x.rows if isinstance(x, QuantisedRows) else x
-    fp8.linear_into(out, rows, weight.data, weight.scale)
+        return products.product_onto(out, x, weight)
+    added = weight.added(out, x)
+    return out if added is None else out.add_(added)
 
 
 def gated_for(gate: Tensor, up: Tensor, weight: Tensor | Quantised) -> Tensor:
@@ -133,7 +176,7 @@ def gated_product_for(x: Tensor, gate_up: Tensor | Quantised, weight: Tensor | Q
     """silu(x gate^T) * (x up^T) of gate_up [2 F, d], gate before up: to be multiplied by `weight` and used for nothing
     else."""
     if isinstance(gate_up, Quantised) or isinstance(weight, Quantised):
-        gate, up = functional.linear(x, cast(Tensor, gate_up)).chunk(2, 1)
+        gate, up = product(x, gate_up).chunk(2, 1)
         return gated_for(gate, up, weight)
     return gated_product(x, gate_up)
 
@@ -150,9 +193,9 @@ def normed_after(x: Tensor, y: Tensor, weight: Tensor | Quantised, norm: nn.RMSN
     """`normed_for` of x, behind x += y weight^T in x's memory."""
     if isinstance(weight, Quantised) and all(isinstance(one, Quantised) for one in weights):
         assert norm.eps is not None
-        rows = fp8.quantise_normed(x, norm.weight, norm.eps, weight.product(y))
+        rows = fp8.quantise_normed(x, norm.weight, norm.eps, weight.added(x, y))
         return cast(Tensor, QuantisedRows(rows))
-    return normed_for(x.addmm_(y, weight.t()), norm, *weights)  # type: ignore[arg-type]
+    return normed_for(product_onto(x, y, weight), norm, *weights)
 
 
 def dispatched_for(x: Tensor, expert: Tensor, experts: int, weight: Tensor | Quantised) -> grouped.Dispatched:
@@ -193,5 +236,5 @@ class _Transposed:
         del types
         if func is Tensor.addmm_ and not kwargs and len(args) == 3 and isinstance(args[2], cls):
             x, y, weight = args
-            return x.add_(weight.weight.product(y))
+            return product_onto(x, y, weight.weight)
         return NotImplemented

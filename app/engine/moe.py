@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from app.engine.fp8 import UNIT, dispatched_for, gated_for, gated_product_for, grouped_for
+from app.engine.fp8 import UNIT, dispatched_for, gated_for, gated_product_for, grouped_for, product, product_onto
 from app.ops import grouped
 
 
@@ -127,5 +127,5 @@ class Mixture(nn.Module):
             return onto
         hidden, down = gated_product_for(x, self.shared_gate_up, self.shared_down), self.shared_down
         if not self.of.shared_gate:
-            return onto.addmm_(hidden, down.t())
-        return onto.addcmul_(functional.linear(hidden, down), functional.linear(x, self.shared_weight).sigmoid_())
+            return product_onto(onto, hidden, down)
+        return onto.addcmul_(product(hidden, down), functional.linear(x, self.shared_weight).sigmoid_())

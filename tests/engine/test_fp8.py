@@ -24,6 +24,7 @@ from app.engine.fp8 import (
     install,
     normed_after,
     normed_for,
+    product,
     product_into,
     quantised,
 )
@@ -272,6 +273,34 @@ def test_a_norm_behind_a_sum_is_the_norm_of_the_sum_whatever_is_in_8_bits(eight)
     normed = normed_after(x, y, layers["first"].weight, norm, layers["second"].weight)
     assert torch.equal(x, total)
     assert torch.equal(layers["second"](normed), layers["second"](norm(total)))
+
+
+def test_a_product_by_a_chosen_algorithm_takes_the_place_of_the_product_and_of_the_sum_behind_it(monkeypatch):
+    torch.manual_seed(0)
+    asked = []
+
+    def chosen(x, weight, scales, out=None, *, onto=False):
+        asked.append((out is not None, onto))
+        made = fp8.linear(fp8.EightBits(x, scales.x), weight, scales.weight)
+        return made if out is None else out.add_(made) if onto else out.copy_(made)
+
+    norm, plain = nn.RMSNorm(32, 1e-6).bfloat16(), torch.randn(5, 32).bfloat16()
+    weight = Quantised(*fp8.quantise_rows(torch.randn(32, 32)))
+    rows, x = normed_for(plain, norm, weight), torch.randn(5, 32).bfloat16()
+
+    def answers():
+        out = torch.zeros(7, 48, dtype=torch.bfloat16)
+        product_into(out[1:6, 8:40], rows, weight)
+        total = x.clone()
+        behind = normed_after(total, rows, weight, norm, weight)
+        onto = x.clone().addmm_(rows, weight.t())
+        return product(rows, weight), out, total, behind.rows.q.float(), behind.rows.scale, onto
+
+    before = answers()
+    monkeypatch.setattr("app.engine.fp8.products.scaled", chosen)
+    for one, other in zip(answers(), before, strict=True):
+        assert torch.equal(one, other)
+    assert asked == [(True, False), (True, True), (True, True), (False, False)]
 
 
 def test_precisions():

@@ -35,7 +35,8 @@ from app.engine.families import onerec_config
 from app.engine.families.base import Binding, Family, ModelFiles
 from app.engine.families.onerec_config import ExpertsConfig, FeatureConfig, HistoryConfig, OneRecConfig
 from app.engine.families.onerec_inputs import HISTORY_LONG, HISTORY_SHORT, OneRecInputs
-from app.engine.fp8 import gated_product_for, normed_after, normed_for, product_into
+from app.engine.fp8 import gated_product_for, normed_after, normed_for, product_into, product_onto
+from app.engine.layers import Linear
 from app.engine.moe import Mixture, Piece, Routing, pieces
 from app.errors import Rejected
 from app.ops.attention import context_attention, prefix_attention
@@ -55,18 +56,13 @@ class Layout(NamedTuple):
     length: Tensor
 
 
-def linear(inputs: int, outputs: int) -> nn.Linear:
-    """Every projection of the model: no bias."""
-    return nn.Linear(inputs, outputs, bias=False)
-
-
 class Feed(nn.Module):
     """SwiGLU. gate_up: gate and up are one product."""
 
     def __init__(self, config: OneRecConfig) -> None:
         super().__init__()
-        self.gate_up = linear(config.d_model, 2 * config.ffn)
-        self.down = linear(config.ffn, config.d_model)
+        self.gate_up = Linear(config.d_model, 2 * config.ffn)
+        self.down = Linear(config.ffn, config.d_model)
 
     @property
     def entry(self) -> Tensor:
@@ -76,7 +72,7 @@ class Feed(nn.Module):
     def onto(self, x: Tensor, normed: Tensor) -> Tensor:
         """x [N, d_model] with the output for `normed` [N, d_model] added, in its memory."""
         down = self.down.weight
-        return x.addmm_(gated_product_for(normed, self.gate_up.weight, down), down.t())
+        return product_onto(x, gated_product_for(normed, self.gate_up.weight, down), down)
 
 
 class Experts(Mixture):
@@ -114,8 +110,8 @@ class Projections(nn.Module):
     def __init__(self, config: OneRecConfig, groups: int) -> None:
         super().__init__()
         self.groups, self.head_dim = groups, config.head_dim
-        self.qkv = linear(config.d_model, (config.heads + 2 * groups) * config.head_dim)
-        self.o = linear(config.heads * config.head_dim, config.d_model)
+        self.qkv = Linear(config.d_model, (config.heads + 2 * groups) * config.head_dim)
+        self.o = Linear(config.heads * config.head_dim, config.d_model)
 
     def heads(self, normed: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """[N, d_model] -> q [N, heads, head_dim]; k, v [N, groups, head_dim]: views of one tensor, which is `into`
@@ -169,12 +165,12 @@ class FeatureProjections(nn.Module):
     def __init__(self, config: OneRecConfig, features: FeatureConfig) -> None:
         super().__init__()
         if features.static:
-            self.static = linear(features.static, config.d_model)
+            self.static = Linear(features.static, config.d_model)
         if features.short:
-            self.short = linear(features.short, config.d_model)
+            self.short = Linear(features.short, config.d_model)
             self.short_age = nn.Embedding(features.short_positions, config.d_model)
         if features.long:
-            self.long = linear(features.long, config.d_model)
+            self.long = Linear(features.long, config.d_model)
             self.long_age = nn.Embedding(features.long_positions, config.d_model)
 
 
@@ -212,7 +208,7 @@ class Processor(nn.Module):
         if config.features is not None:
             self.features = FeatureProjections(config, config.features)
         self.blocks = nn.ModuleList(ContextBlock(config) for _ in range(config.context_layers))
-        self.project = linear(config.d_model, config.d_context)
+        self.project = Linear(config.d_model, config.d_context)
         width = config.cross_groups * config.head_dim
         self.norms = nn.ModuleList(nn.RMSNorm(width, config.eps) for _ in range(config.kv_sets * config.kv_split))
 
@@ -337,7 +333,7 @@ class OneRec(Family):
         self.codes = nn.ModuleList(nn.Embedding(size, config.d_model) for size in config.sizes[:-1])
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norms = nn.ModuleList(nn.RMSNorm(config.d_model, config.eps) for _ in config.sizes)
-        self.heads = nn.ModuleList(linear(config.d_model, size) for size in config.sizes)
+        self.heads = nn.ModuleList(Linear(config.d_model, size) for size in config.sizes)
 
     @classmethod
     def build(cls, files: ModelFiles, sid: SidConfig, limits: Limits, dtype: torch.dtype) -> Self:

@@ -21,6 +21,7 @@ from app.engine import layers
 from app.engine.families.base import Binding, ModelFiles
 from app.engine.families.qwen_config import QwenConfig, block_parts, read_config
 from app.engine.families.token_model import TokenModel
+from app.engine.fp8 import product
 from app.engine.moe import Mixture, Routing
 from app.engine.tokens import Ids, sid_tokens
 from app.ops.attention import beam_attention, causal_attention, context_attention
@@ -170,7 +171,7 @@ class Qwen(TokenModel):
         """x [N, d] -> q [N, H, D], k, v [N, Hkv, D], q and k at their positions."""
         c = self.config
         normed = layers.rms_norm(x, block.input_norm, c.eps)
-        qkv = functional.linear(normed, block.qkv, block.qkv_bias).view(x.shape[0], -1, c.dim)
+        qkv = product(normed, block.qkv, block.qkv_bias).view(x.shape[0], -1, c.dim)
         qk, v = qkv.split_with_sizes([c.heads + c.kv_heads, c.kv_heads], 1)
         if block.qk_norm is not None:
             qk = layers.rms_norm(qk, block.qk_norm.view(-1, c.dim), c.eps)
@@ -179,7 +180,7 @@ class Qwen(TokenModel):
 
     def _after(self, block: Block, x: Tensor, attended: Tensor) -> Tensor:
         """Everything of a layer that follows its attention: x [N, d], attended [N, H, D] -> [N, d]."""
-        x = x + functional.linear(attended.flatten(1), block.out, block.out_bias)
+        x = x + product(attended.flatten(1), block.out, block.out_bias)
         normed = layers.rms_norm(x, block.post_norm, self.config.eps)
         if block.experts is not None:
             return block.experts(normed, x)  # type: ignore[no-any-return]

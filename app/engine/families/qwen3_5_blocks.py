@@ -15,6 +15,7 @@ from torch.nn import functional
 from app.core import Rows, StateSpec
 from app.engine import layers
 from app.engine.families.qwen3_5_config import HybridConfig
+from app.engine.fp8 import product
 from app.engine.moe import Mixture, Routing
 from app.ops import gdn
 from app.ops.attention import causal_attention, context_attention, extend_attention
@@ -212,7 +213,7 @@ class LinearBlock(Block):
         """x [N, d] -> q, k, v before the convolution [N, channels], z [N, HV, V], log alpha and beta [N, HV]."""
         c = self.config
         normed = centred_norm(x, self.input_norm, c.eps)
-        mixed, z = torch.split(functional.linear(normed, self.qkvz), [c.channels, c.values], 1)
+        mixed, z = torch.split(product(normed, self.qkvz), [c.channels, c.values], 1)
         gates = gdn.decay_and_beta(functional.linear(normed, self.ba), self.a_log, self.dt_bias)
         return mixed, z.view(x.shape[0], c.value_heads, c.value_dim), *gates
 
@@ -224,7 +225,7 @@ class LinearBlock(Block):
         return q, k, v.view(window.shape[0], c.value_heads, c.value_dim)
 
     def _mixed(self, o: Tensor, z: Tensor) -> Tensor:
-        return functional.linear(gdn.gated_norm(o, z, self.o_norm, self.config.eps).flatten(1), self.out)
+        return product(gdn.gated_norm(o, z, self.o_norm, self.config.eps).flatten(1), self.out)
 
 
 class FullBlock(Block):
@@ -286,7 +287,7 @@ class FullBlock(Block):
     def _projected(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [N, d] -> q [N, H, D], k, v [N, Hkv, D], q and k at their positions, and the gate [N, H, D]."""
         c = self.config
-        qkv = functional.linear(centred_norm(x, self.input_norm, c.eps), self.qkv, self.qkv_bias)
+        qkv = product(centred_norm(x, self.input_norm, c.eps), self.qkv, self.qkv_bias)
         asked, key, v = torch.split(qkv.view(x.shape[0], -1, c.dim), [2 * c.heads, c.kv_heads, c.kv_heads], 1)
         q, gate = asked.view(x.shape[0], c.heads, 2, c.dim).unbind(2)
         qk = centred_norm(torch.cat([q, key], 1), self.qk_norm.view(-1, c.dim), c.eps)
@@ -294,4 +295,4 @@ class FullBlock(Block):
         return qk[:, : c.heads], qk[:, c.heads :], v, gate
 
     def _mixed(self, attended: Tensor, gate: Tensor) -> Tensor:
-        return functional.linear((attended * torch.sigmoid(gate)).flatten(1), self.out, self.out_bias)
+        return product((attended * torch.sigmoid(gate)).flatten(1), self.out, self.out_bias)

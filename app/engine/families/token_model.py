@@ -18,6 +18,7 @@ from app.config import Limits, SidConfig
 from app.core import Context, History, Inputs, InputSpec, StepOutput, TokenIds
 from app.engine import layers
 from app.engine.families.base import Binding, Family
+from app.engine.fp8 import product
 from app.engine.tokens import Ids
 from app.errors import Fault, InvalidRequest, Rejected
 
@@ -151,7 +152,7 @@ class TokenModel(Family):
             head = self.embed if self.head is None else self.head
             logits, norm = layers.pick_and_norm(hidden, head, self.get_buffer(f"token_{t}"))
         else:
-            logits = functional.linear(hidden, self.heads[t - 1])
+            logits = product(hidden, self.heads[t - 1])
         if self.unwritten[t - 1]:
             logits = logits.index_fill_(1, self.get_buffer(f"none_{t}"), float("-inf"))
         if hidden.device.type == "cpu":
