@@ -50,6 +50,13 @@ class Taken(NamedTuple):
     bytes: int = 0
     refused: str | None = None
 
+    @classmethod
+    def of(cls, parts: Sequence[Taken]) -> Taken:
+        """Captures one after the other."""
+        refused = next((one.refused for one in parts if one.refused is not None), None)
+        graphs, size = sum(one.graphs for one in parts), sum(one.bytes for one in parts)
+        return cls(graphs, sum(one.seconds for one in parts), size, refused)
+
 
 class Recorded(Protocol):
     """A captured step. `output` has a fixed place, overwritten by the next replay of any graph of the same recorder."""
@@ -191,10 +198,11 @@ class Graphs:
         device: torch.device,
         recorder: Recorder,
         turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+        steps: range | None = None,
     ) -> None:
-        """turn: what each capture happens in."""
+        """turn: what each capture happens in · steps: those that are replayed over this arena; None: all."""
         self._arena, self._limits, self._sizes, self._recorder = arena, limits, tuple(sizes), recorder
-        self._turn = turn
+        self._turn, self._steps = turn, range(1, len(sizes) + 1) if steps is None else steps
         self._most = most_rows(limits, sizes)
         self._rows = StaticRows(self._most, limits.batch, device)
         self._sets: dict[tuple[int, ...], _Set] = {}
@@ -236,6 +244,8 @@ class Graphs:
         made: dict[Shape, Recorded] = {}
         try:
             for shape in plan(self._limits, self._sizes, first=engine.first_step, log_norm=engine.log_norm):
+                if shape.t not in self._steps:
+                    continue
                 run = partial(engine.step, shape.t, self._rows.view(shape), self._arena)
                 with self._turn():
                     made[shape] = self._recorder.record(run, fresh=fresh)

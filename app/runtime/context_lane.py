@@ -1,34 +1,55 @@
 """Where contexts are encoded. On a GPU that is a lane of its own: a stream, and memory for what contexts leave behind,
-so that the context stage of a batch runs beside the decode of the one before it. The decode finds it copied to its
+so that the context stage of a batch runs beside the decode of the one before it. Step 1 goes with it: it has a row a
+request, which leaves most of a GPU idle, and needs nothing but its contexts. The decode finds all of it copied to its
 arena, where the captured steps read it: a copy inside the device, of as many requests as there are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from app.core import Arena, Inputs, StateSpec, StepOutput
+from app.core import Arena, Contract, Inputs, Rows, StateSpec, StepOutput
 from app.engine.engine import Engine
+from app.engine.graphs import Graphs
 from app.errors import Rejected
 from app.runtime.contexts import batch_inputs
 from app.runtime.laps import Laps
 
+Decode = Callable[[Graphs | None, Engine, int, Rows, Arena], StepOutput]
+"""Step t of some rows over an arena, by its graph where there is one."""
+
+
+def own_arena(arena: Arena, contract: Contract, *, first: bool) -> Arena:
+    """Zeroed memory like that of `arena` for what contexts leave behind: the state of limits.batch requests, and with
+    `first` a slot of step 1 for each of them. Raises Rejected("no_memory")."""
+    batch, own = contract.limits.batch, dict[str, torch.Tensor]()
+    try:
+        with torch.inference_mode(mode=False):
+            for state in contract.states:
+                if state.scope == "request":
+                    own[state.name] = torch.zeros_like(arena[state.name])
+                elif first:
+                    own[state.name] = torch.zeros_like(arena[state.name][:1, :batch])
+    except (MemoryError, RuntimeError) as error:
+        message = f"no memory for the state of contexts beside a decode: {error}"
+        raise Rejected("no_memory", message, location="deployment.toml: limits") from error
+    return own
+
 
 class ContextLane:
-    """The context stages over one arena. By the thread that launches."""
+    """The context stages over one arena. By the thread that launches.
 
-    def __init__(self, arena: Arena, states: Sequence[StateSpec], device: torch.device, *, own: bool) -> None:
-        """own: whether contexts are encoded into memory of their own. Raises Rejected("no_memory")."""
-        apart = own and device.type == "cuda"
+    graphs  step 1, captured over the memory that this lane has for it; None: it is not here, or runs as it is
+    """
+
+    def __init__(self, own: Arena, states: Sequence[StateSpec], device: torch.device, graphs: Graphs | None) -> None:
+        """own: `own_arena`; empty: contexts are encoded where they are decoded."""
+        self.graphs, self._own = graphs, own
+        self._requests = [state.name for state in states if state.scope == "request" and state.name in own]
+        self._slots = [state.name for state in states if state.scope == "row" and state.name in own]
+        apart = bool(own) and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if apart else None  # type: ignore[no-untyped-call]
-        names = [state.name for state in states if state.scope == "request"] if own else []
-        try:
-            with torch.inference_mode(mode=False):
-                self._own = {name: torch.zeros_like(arena[name]) for name in names}
-        except (MemoryError, RuntimeError) as error:
-            message = f"no memory for the state of contexts beside a decode: {error}"
-            raise Rejected("no_memory", message, location="deployment.toml: limits") from error
         self.settle()
 
     def settle(self) -> None:
@@ -36,29 +57,50 @@ class ContextLane:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def encode(self, engine: Engine, inputs: Sequence[Inputs], arena: Arena, laps: Laps) -> StepOutput | None:
-        """`Engine.encode` of a batch's inputs, as whatever is launched next finds it. Marks its begin, its end, and
-        where the decode goes on."""
+    def encode(
+        self, engine: Engine, inputs: Sequence[Inputs], arena: Arena, laps: Laps, decode: Decode
+    ) -> StepOutput | None:
+        """The contexts of a batch's inputs, as whatever is launched next finds them, and step 1's output where that is
+        known then. Marks its begin, its end, and where the decode goes on."""
         if self._stream is None:
-            output = self._encode(engine, inputs, arena, laps)
+            output = self._encode(engine, inputs, arena, laps, decode)
         else:
-            decode = torch.cuda.current_stream(self._stream.device)
+            following = torch.cuda.current_stream(self._stream.device)
             with torch.cuda.stream(self._stream):
-                output = self._encode(engine, inputs, arena, laps)
-            for tensor in (output.logits, output.log_norm, *output.heads.values()) if output is not None else ():
-                if tensor is not None:
-                    tensor.record_stream(decode)  # its memory is the other stream's, where nobody knows of this use
-            decode.wait_stream(self._stream)
-        for name, held in self._own.items():
-            arena[name][: len(inputs)].copy_(held[: len(inputs)])
+                output = self._encode(engine, inputs, arena, laps, decode)
+            following.wait_stream(self._stream)
+        given = self._hand_over(len(inputs), output, arena) if self._own else output
         if self._stream is not None:
-            self._stream.wait_stream(decode)  # the next contexts come after these copies
+            self._stream.wait_stream(following)  # the next contexts come after these copies
         laps.mark()
-        return output
+        return given
 
-    def _encode(self, engine: Engine, inputs: Sequence[Inputs], arena: Arena, laps: Laps) -> StepOutput | None:
+    def _encode(
+        self, engine: Engine, inputs: Sequence[Inputs], arena: Arena, laps: Laps, decode: Decode
+    ) -> StepOutput | None:
         laps.mark()
         contexts = batch_inputs(engine.input_specs(), inputs, engine.device)
         output = engine.encode(contexts, {**arena, **self._own})
+        if output is None and self._slots:
+            output = decode(self.graphs, engine, 1, _first_rows(len(inputs), engine.device), self._own)
         laps.mark()
         return output
+
+    def _hand_over(self, requests: int, output: StepOutput | None, arena: Arena) -> StepOutput | None:
+        """Copy what a batch has here to where the decode reads it; the output, too, which the next one overwrites."""
+        for name in self._requests:
+            arena[name][:requests].copy_(self._own[name][:requests])
+        if self._slots:
+            into, held = ([one[name][0, :requests] for name in self._slots] for one in (arena, self._own))
+            torch._foreach_copy_(into, held)
+        if output is None:
+            return None
+        norm = None if output.log_norm is None else output.log_norm.clone()
+        return StepOutput(output.logits.clone(), norm, {name: head.clone() for name, head in output.heads.items()})
+
+
+def _first_rows(requests: int, device: torch.device) -> Rows:
+    """Those of step 1, a row a request; with `log_norm`, as `Engine.encode` gives it, whoever asks for it."""
+    number = torch.arange(requests + 1, dtype=torch.int32, device=device)
+    codes = torch.zeros_like(number[:-1])
+    return Rows(codes, number[:-1], number, codes.new_empty(requests, 0), compact=False, full=True)

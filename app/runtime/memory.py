@@ -98,10 +98,12 @@ def check_columns_fit(vocab: Vocab, deployment: Deployment, device: torch.device
     _check_catalogue(len(vocab), vocab.trie.nodes, 0, deployment, device)
 
 
-def check_state_fits(contract: Contract, device: torch.device, *, requests: int = 1, rows: int = 1) -> None:
-    """The same for the state memory of a contract: the parts of requests and of rows as often as they are there."""
-    steps = len(contract.sizes)
-    _check(arena_bytes(contract.states, contract.limits, steps, requests=requests, rows=rows), device)
+def check_state_fits(
+    contract: Contract, device: torch.device, *, requests: int = 1, rows: int = 1, firsts: int = 0
+) -> None:
+    """The same for the state memory of a contract, its parts as often as they are there: see `arena_bytes`."""
+    parts = {"requests": requests, "rows": rows, "firsts": firsts}
+    _check(arena_bytes(contract.states, contract.limits, len(contract.sizes), **parts), device)
 
 
 def _check_catalogue(items: int, nodes: int, file: int, deployment: Deployment, device: torch.device) -> None:

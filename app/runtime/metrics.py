@@ -81,7 +81,8 @@ class Metrics:
             "widebeam_queue_seconds", "Waiting for a batch", buckets=SECONDS, registry=registry
         )
         self.step_seconds = Histogram(
-            "widebeam_step_seconds", "One step of a batch: decode, select, transition (step `context`: the encoder)",
+            "widebeam_step_seconds",
+            "One step of a batch: decode, select, transition; `context`: the encoder, on a GPU with step 1's decode",
             ["step"], buckets=SECONDS, registry=registry,
         )  # fmt: skip
         self.batch_size = Histogram("widebeam_batch_size", "Requests of a batch", buckets=REQUESTS, registry=registry)

@@ -15,7 +15,7 @@ from app.engine.engine import Engine
 from app.engine.graphs import Graphs, Recorder, Taken
 from app.errors import Expired, Fault, ModelOutput, WidebeamError
 from app.ops.download import Download
-from app.runtime.context_lane import ContextLane
+from app.runtime.context_lane import ContextLane, own_arena
 from app.runtime.explain import explain
 from app.runtime.final import rank_items
 from app.runtime.flight import Flight, Pause, go
@@ -35,7 +35,7 @@ def cuda_graphs(engine: Engine) -> Recorder | None:
 
 
 def on_a_gpu(engine: Engine) -> bool:
-    """Whether contexts are encoded beside a decode."""
+    """Whether contexts, and step 1 of those, have a lane of their own beside the decode of the batch before."""
     return engine.device.type == "cuda"
 
 
@@ -64,6 +64,7 @@ class StepLoop:
         self._clock, self._metrics, self._beside = clock, metrics, beside
         self._transition, self._recorder = TRANSITIONS[transition], recorder
         self._lanes: dict[str, Lane] = {}
+        self._entered = ""
         self._turns = Turns()
 
     def serve(self, batch: Batch) -> list[Served]:
@@ -92,15 +93,15 @@ class StepLoop:
         """The batch, step by step; jobs that leave early come first."""
         jobs, snapshot = batch.jobs, batch.snapshot
         engine, steps = snapshot.engine, len(snapshot.contract.steps)
-        began, laps, lane = self._clock(), Laps(engine.device, self._clock), self._lane(snapshot)
+        began, laps, lane = self._clock(), Laps(engine.device, self._clock), self._enter(snapshot)
         state = BatchState(lane.transition, len(jobs), steps, engine.device)
-        # beside the decode of the batch before; token models: step 1's output, others: None
-        output = lane.contexts.encode(engine, [job.inputs for job in jobs], state.arena, laps)
+        # beside the decode of the batch before: step 1's output, too; None where step 1 is decoded as the others are
+        output = lane.contexts.encode(engine, [job.inputs for job in jobs], state.arena, laps, self._decode)
         selection = Selection(jobs, snapshot.trie, snapshot.contract.sizes, engine.device)
         left, widest, counts = set[int](), 0, list[Tensor]()
         for t in range(1, steps + 1):  # each step with its own vocabulary, its own shapes
             if output is None:
-                output = self._decode(lane, engine, t, state.rows(full=selection.needs_full(t)))
+                output = self._decode(lane.graphs, engine, t, state.rows(full=selection.needs_full(t)), state.arena)
             gone = self._leaving(jobs, left)  # cancelled or late requests leave here, and only here
             keep = [0 if r in left or r in gone else job.planned[t] for r, job in enumerate(jobs)]
             found = selection.select(t, output, state, keep)  # exact top K in order T0, one launch a structure
@@ -140,13 +141,13 @@ class StepLoop:
             (self._metrics.deadline_missed_total if missed else self._metrics.cancelled_total).labels("step").inc()
         return gone
 
-    def _decode(self, lane: Lane, engine: Engine, t: int, rows: Rows) -> StepOutput:
+    def _decode(self, graphs: Graphs | None, engine: Engine, t: int, rows: Rows, arena: Arena) -> StepOutput:
         """Step t by its graph, or as it is where there is none: nothing is captured here."""
-        output = lane.graphs.step(engine, t, rows) if lane.graphs else None
+        output = graphs.step(engine, t, rows) if graphs else None
         if output is None:
             if engine.device.type == "cuda":
                 self._metrics.engine_eager_steps_total.inc()
-            output = engine.step(t, rows, lane.transition.arena)
+            output = engine.step(t, rows, arena)
         return output
 
     def _broken(self, counts: Tensor, sizes: Sequence[int]) -> dict[int, WidebeamError]:
@@ -182,9 +183,9 @@ class StepLoop:
     def prepare(self, snapshot: Snapshot) -> Taken:
         """Before a snapshot's first batch: a contract's state memory, once, and the graphs of its weights' slot, which
         may be there already. In any one thread. Raises Rejected("no_memory")."""
-        _, graphs, contexts = self._lane(snapshot)
-        contexts.settle()
-        taken = graphs.prepare(snapshot.engine) if graphs else Taken()
+        lane = self._lane(snapshot)
+        lane.contexts.settle()
+        taken = Taken.of([one.prepare(snapshot.engine) for one in (lane.graphs, lane.contexts.graphs) if one])
         self._metrics.compiles_total.labels("background").inc(taken.graphs)
         if taken.graphs and snapshot.engine.slot:
             snapshot.engine.slot.slots.beside = taken.bytes
@@ -194,20 +195,37 @@ class StepLoop:
         """Free a contract's state memory. Engine thread only, when no batch of that contract will come any more."""
         self._lanes.pop(contract_id, None)
 
-    def _lane(self, snapshot: Snapshot) -> Lane:
-        """This lane's state memory: allocated once a contract, at its first (warm-up) batch."""
-        contract, engine = snapshot.contract, snapshot.engine
-        lane = self._lanes.get(contract.id)
-        if lane is None:
-            beside, moves = self._beside(engine), self._transition is not Ancestry
-            check_state_fits(contract, engine.device, requests=1 + beside, rows=1 + moves)
-            arena = engine.new_arena(contract.limits)
-            recorder = None if moves else self._recorder(engine)
-            graphs = self._graphs(arena, contract, engine, recorder) if recorder else None
-            contexts = ContextLane(arena, contract.states, engine.device, own=beside)
-            lane = Lane(self._transition(arena, contract.states), graphs, contexts)
-            self._lanes[contract.id] = lane
+    def _enter(self, snapshot: Snapshot) -> Lane:
+        """The lane of a batch. Contracts have nothing beside each other: what torch's products compute in is shared by
+        graphs that were captured in one stream, and streams are a pool of 32."""
+        lane = self._lane(snapshot)
+        if self._entered != snapshot.contract.id:
+            lane.contexts.settle()
+            self._entered = snapshot.contract.id
         return lane
 
-    def _graphs(self, arena: Arena, contract: Contract, engine: Engine, recorder: Recorder) -> Graphs:
-        return Graphs(arena, contract.limits, contract.sizes, engine.device, recorder, self._turns.capture)
+    def _lane(self, snapshot: Snapshot) -> Lane:
+        """This lane's state memory: allocated once a contract, at its first (warm-up) batch."""
+        contract = snapshot.contract
+        lane = self._lanes.get(contract.id)
+        if lane is None:
+            lane = self._lanes[contract.id] = self._made(contract, snapshot.engine)
+        return lane
+
+    def _made(self, contract: Contract, engine: Engine) -> Lane:
+        beside, moves = self._beside(engine), self._transition is not Ancestry
+        early = beside and engine.first_step == 1
+        check_state_fits(contract, engine.device, requests=1 + beside, rows=1 + moves, firsts=int(early))
+        arena = engine.new_arena(contract.limits)
+        own = own_arena(arena, contract, first=early) if beside else {}
+        graphs = self._graphs(arena, contract, engine, range(1 + early, len(contract.sizes) + 1))
+        first = self._graphs(own, contract, engine, range(1, 2)) if early else None
+        contexts = ContextLane(own, contract.states, engine.device, first)
+        return Lane(self._transition(arena, contract.states), graphs, contexts)
+
+    def _graphs(self, arena: Arena, contract: Contract, engine: Engine, steps: range) -> Graphs | None:
+        """What can be captured over an arena."""
+        recorder = self._recorder(engine) if self._transition is Ancestry else None
+        if recorder is None:
+            return None
+        return Graphs(arena, contract.limits, contract.sizes, engine.device, recorder, self._turns.capture, steps)

@@ -256,3 +256,19 @@ def test_every_capture_has_a_turn_of_its_own(tmp_path):
     engine = engine_of("onerec", write("onerec", tmp_path / "weights"))
     taken = Graphs(encoded(engine, "onerec"), LIMITS, tiny.SIZES, CPU, recorder, turn).prepare(engine)
     assert turns == [1] * taken.graphs
+
+
+@pytest.mark.parametrize("kind", ["onerec", "qwen3"])
+def test_steps_of_one_engine_are_captured_over_several_arenas(kind, tmp_path):
+    engine, recorder = engine_of(kind, write(kind, tmp_path / "weights")), Replays(Kept)
+    parts = [
+        Graphs(engine.new_arena(LIMITS), LIMITS, tiny.SIZES, CPU, recorder, steps=steps)
+        for steps in (range(1, 2), range(2, 4))
+    ]
+    taken = [one.prepare(engine) for one in parts]
+    shapes = plan(LIMITS, tiny.SIZES, first=engine.first_step, log_norm=engine.log_norm)
+    assert [one.graphs for one in taken] == [sum(x.t in steps for x in shapes) for steps in ((1,), (2, 3))]
+    assert parts[0].step(engine, 2, rows_at(2)) is parts[1].step(engine, 1, rows_at(1)) is None
+    assert Taken.of(taken)[::2] == (len(shapes), 7 * len(shapes))
+    assert Taken.of([Taken(1, 2.0, 3), Taken(refused="why"), Taken(4, 5.0, 6)]) == Taken(5, 7.0, 9, "why")
+    assert Taken.of([]) == Taken()

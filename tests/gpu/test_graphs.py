@@ -189,6 +189,79 @@ def test_batches_launched_behind_each_other_answer_as_alone(world):
     assert [[end.result.items.tolist() for end in served] for served in together] == alone
 
 
+def in_order(served, jobs):
+    """Items and scores of each job."""
+    found = {id(end.job): end.result for end in served}
+    return [(found[id(job)].items.tolist(), found[id(job)].scores.tolist()) for job in jobs]
+
+
+def test_step_1_beside_the_batch_before_answers_as_behind_it(world):
+    _, deployment, snapshot = world
+    loop, plain = StepLoop(time.monotonic, Metrics()), StepLoop(time.monotonic, Metrics(), beside=lambda _: False)
+    assert loop.prepare(snapshot).graphs == plain.prepare(snapshot).graphs
+    jobs = asked(deployment, snapshot)
+    batches = [tuple(jobs[: 1 + 7 * n % len(jobs)]) for n in range(12)]
+    for _ in range(3):
+        flights = [loop.launch(Batch(batch)) for batch in batches]
+        found = [in_order(loop.finish(flight), batch) for flight, batch in zip(flights, batches, strict=True)]
+        assert found == [in_order(plain.serve(Batch(batch)), batch) for batch in batches]
+
+
+def test_step_1_does_not_wait_for_the_batch_before(world):
+    _, deployment, snapshot = world
+    loop, jobs = StepLoop(time.monotonic, Metrics()), asked(deployment, snapshot)
+    loop.prepare(snapshot)
+    expected, decode = answers(loop, snapshot, jobs), loop._decode
+    known, busy = torch.cuda.Event(), torch.cuda.Event()
+
+    def noted(graphs, engine, t, rows, arena):
+        output = decode(graphs, engine, t, rows, arena)
+        if t == 1:
+            known.record()
+        return output
+
+    loop._decode = noted
+    torch.cuda.synchronize()
+    torch.cuda._sleep(3_000_000_000)  # more than a second, where decodes are
+    busy.record()
+    flight = loop.launch(Batch(tuple(jobs)))
+    known.synchronize()
+    assert not busy.query()
+    found = {end.job.request.request_id: end.result for end in loop.finish(flight)}
+    assert {name: snapshot.vocab.ids(one.items) for name, one in found.items()} == {
+        name: [item for item, _ in one] for name, one in expected.items()
+    }
+
+
+def test_fifty_batches_of_two_snapshots_in_turn_keep_their_own_step_1_and_the_memory(world):
+    root, deployment, snapshot = world
+    version, slots = next((root / "weights").glob("*/MANIFEST.json")).parent, Slots(2)
+    pair = []
+    for factor in (1.0, 0.7):
+        kind, sid = family(deployment.family), deployment.sid
+        made = load(version, kind, sid, deployment.limits, precision="bfloat16", device=CUDA, slots=slots)
+        with torch.inference_mode():
+            for parameter in made._family.parameters():
+                parameter.mul_(factor)
+        pair.append(replace(snapshot, engine=made))
+    torch.cuda.synchronize()
+    loop, plain = StepLoop(time.monotonic, Metrics()), StepLoop(time.monotonic, Metrics(), beside=lambda _: False)
+    for one in pair:
+        assert loop.prepare(one).graphs == plain.prepare(one).graphs > 0
+    sets = [tuple(asked(deployment, one)[: 1 + 3 * n]) for n in range(4) for one in pair]
+    expected = [in_order(plain.serve(Batch(jobs)), jobs) for jobs in sets]
+    assert expected[0] != expected[1]
+    before, used = loop.launch(Batch(sets[0])), []
+    for n in range(1, 51):
+        flight = loop.launch(Batch(sets[n % len(sets)]))  # two in flight, as in a server
+        served = loop.finish(before)
+        assert in_order(served, sets[(n - 1) % len(sets)]) == expected[(n - 1) % len(sets)]
+        before = flight
+        used.append(torch.cuda.memory_reserved())
+    loop.finish(before)
+    assert max(used[10:]) <= max(used[:10]) + 2**21, used
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
 def test_the_first_step_of_a_token_model_comes_from_the_lane_of_contexts(kind, tmp_path):
     snapshot, batches = token_batches(kind, tmp_path, "cuda")
