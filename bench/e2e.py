@@ -61,7 +61,7 @@ LEAST = 12
 KINDS = {
     "copies": ("memcpy", "memset"),
     "attention": ("flash", "fmha", "slots_", "walk_", "compact_", "context"),
-    "products": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),
+    "products": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "gated_product"),
     "norms and gates": ("norm", "gated", "quantise"),
     "selection": ("scan", "tail", "search", "children", "child", "narrow", "collect", "mark"),
 }

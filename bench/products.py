@@ -6,7 +6,8 @@ OneRec-V2's shapes: the 0.2B row (d 896, FFN 3584) and the experts of its 4B row
 of them a row), over 32 x 512 rows. Medians of graph replays over input sets that are together larger than the L2.
 
 product    one matrix alone: rows in bfloat16, with the residual added (`addmm`), rows that are in 8 bits already
-rows       what makes the rows of a product: gate and norm in bfloat16, in 8 bits in two kernels, and in one
+rows       what makes the rows of a product: gate and norm in bfloat16, in 8 bits in two kernels, and in one; gate and
+           up in bfloat16 as a product and the gate, and together
 layer      all products and rows of a decoder block without its attention, as the family computes them
 experts    a mixture part by part, against torch's operators for it, and the dense product of as many FLOP
 mixture    all of it, with its router and its shared expert
@@ -30,7 +31,7 @@ from app.engine.fp8 import install, normed_for
 from app.engine.layers import keep
 from app.engine.moe import Mixture, Routing
 from app.ops import fp8, grouped
-from app.ops.gated import gated
+from app.ops.gated import gated, gated_product
 from app.ops.grouped import reference
 from bench._graph_time import graph_time
 from bench._report import commit
@@ -105,6 +106,11 @@ def rows() -> Iterator[Row]:
         "rows": f"gate, {FFN}", "bf16": over(lambda: two(FFN), gated),
         "then": over(lambda: two(FFN), lambda g, u: fp8.quantise_rows(gated(g, u))),
         "fused": over(lambda: two(FFN), fp8.quantise_gated), "ideal": ROWS * FFN * 5 / 4.3e9,
+    }  # fmt: skip
+    entry = normal(2 * FFN, D) * D**-0.5
+    yield {
+        "rows": f"gate and up, {FFN}", "bf16": over(one, lambda x: gated(*functional.linear(x, entry).chunk(2, 1))),
+        "together": over(one, lambda x: gated_product(x, entry)),
     }  # fmt: skip
     yield {
         "rows": f"norm, {D}", "bf16": over(one, norm), "then": over(one, lambda x: fp8.quantise_rows(norm(x))),

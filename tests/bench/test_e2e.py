@@ -74,7 +74,7 @@ def test_other_modes_are_compared_with_step():
 @pytest.mark.parametrize(("name", "kind"), [
     ("memcpy128", "copies"), ("memset (device)", "copies"), ("void pytorch_flash::flash_fwd_kernel", "attention"),
     ("slots_4", "attention"), ("scan", "selection"), ("nvjet_sm90_tst_256x128", "products"),
-    ("gated", "norms and gates"), ("context", "attention"),
+    ("gated", "norms and gates"), ("gated_product", "products"), ("context", "attention"),
     ("cublaslt::splitkreduce_kernel", "products"),
 ])  # fmt: skip
 def test_kernels_have_a_kind(name, kind):
