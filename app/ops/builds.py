@@ -89,6 +89,7 @@ def needed(needs: Needs, arch: str) -> tuple[Build, ...]:
         found += [Build.of(_OPS / "trie" / "kernel.cu", WIDE=wide)]
         found += [Build.of(_OPS / "selection" / "candidates.cu", WIDE=wide)]
     found += [Build.of(_OPS / "selection" / "radix.cu", CUT=cut) for cut in (0, 1)]
+    found += [Build.of(_OPS / "transition" / "kernel.cu")]
     found += _selection(needs, GPUS[arch])
     return tuple(dict.fromkeys(found))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from app.ops.selection import (
     Ranked,
     child_of,
     children_bits,
+    count_bad,
     one_read,
     pack,
     ranked_ready,
@@ -33,7 +34,7 @@ from app.policies.plan import StepInputs, StepProgram, Structure
 from app.runtime.fields import FieldTable
 from app.runtime.job import Job, seed_of
 from app.runtime.snapshot import DeadNodes, DeviceTrie
-from app.runtime.state import BatchState
+from app.runtime.state import BatchState, placed
 
 BAD_SHARE = 0.01
 """A request with more than this share of bad logits in a step fails alone (policy-language 0)."""
@@ -88,23 +89,42 @@ class _Segment:
 
 
 class Selection:
-    """Selection for one batch. Made when the batch starts: parameter tables, widths and dead prefixes go to the device
-    once; `select` then asks nothing of the host but row counts that were known before."""
+    """Selection for one batch. Parameter tables, widths and dead prefixes go to the device once, and only where a step
+    reads them; `select` asks nothing of the host but row counts that were known before."""
 
     def __init__(self, jobs: Sequence[Job], trie: DeviceTrie, sizes: tuple[int, ...], device: torch.device) -> None:
         self._jobs, self._trie, self._sizes, self._device = jobs, trie, sizes, device
-        plans = [job.plan for job in jobs]
-        self._params = {
-            structure: _table([plan.params if plan.structure.id == structure else () for plan in plans], device)
-            for structure in _by_structure(range(len(jobs)), jobs)
-        }
-        self._width = _table([plan.widths for plan in plans], device)
-        self._excluded = [_dead_keys([job.excluded for job in jobs], t, trie.nodes, device) for t in range(len(sizes))]
-        self._seen = [_dead_keys([job.seen for job in jobs], t, trie.nodes, device) for t in range(len(sizes))]
-        self._fields = FieldTable([job.fields for job in jobs], device)
-        self._seed = upload_ints([seed_of(job.request) for job in jobs], torch.int64, device)
+        self._excluded = self._dead([job.excluded for job in jobs])
         self._carry: dict[int, Tensor] = {}  # of a request's rows, where its policy hands a number on
         self._failed: dict[int, WidebeamError] = {}
+
+    @cached_property
+    def _params(self) -> dict[str, Tensor]:
+        plans = [job.plan for job in self._jobs]
+        return {
+            structure: _table([plan.params if plan.structure.id == structure else () for plan in plans], self._device)
+            for structure in _by_structure(range(len(plans)), self._jobs)
+        }
+
+    @cached_property
+    def _width(self) -> Tensor:
+        return _table([job.plan.widths for job in self._jobs], self._device)
+
+    @cached_property
+    def _seen(self) -> list[Tensor]:
+        return self._dead([job.seen for job in self._jobs])
+
+    @cached_property
+    def _fields(self) -> FieldTable:
+        return FieldTable([job.fields for job in self._jobs], self._device)
+
+    @cached_property
+    def _seed(self) -> Tensor:
+        return upload_ints([seed_of(job.request) for job in self._jobs], torch.int64, self._device)
+
+    def _dead(self, sets: Sequence[DeadNodes | None]) -> list[Tensor]:
+        """The dead prefixes of each step."""
+        return [_dead_keys(sets, t, self._trie.nodes, self._device) for t in range(len(self._sizes))]
 
     def needs_full(self, t: int) -> bool:
         """Whether some policy of the batch normalises step t over everything the model can emit."""
@@ -116,15 +136,15 @@ class Selection:
         keep [R] host integers: planned rows of the next step; 0 for a request that has left.
         """
         parts: list[tuple[_Segment, Survivors]] = []
-        bad_scores: list[Tensor] = []
         bad: Tensor | None = None
+        broken: list[Tensor] = []
         ranked: list[_Segment] = []
         for segment in self._segments(t, state, keep):
             if _takes_logits(segment, output):
                 survivors, wrong = self._from_logits(t, segment, output, state)
             elif _takes_expressions(segment, output):
-                survivors, wrong, broken = self._from_expressions(t, segment, output, state)
-                bad_scores.append(broken)
+                survivors, wrong, scores = self._from_expressions(t, segment, output, state)
+                broken.append(scores)
             else:
                 ranked.append(segment)
                 continue
@@ -143,9 +163,10 @@ class Selection:
                 self._failed |= dict.fromkeys(segment.requests, Fault.of(error))
                 continue
             parts.append((segment, survivors))
-            bad_scores.append(wrong)
+            broken.append(wrong)
         failed = {request: error for request, error in self._failed.items() if request not in before}
-        return StepResult(self._together(parts, keep), self._counts(bad, state, bad_scores), failed)
+        counts = count_bad(bad, broken, state.score, state.start)
+        return StepResult(self._together(parts, keep), counts, failed)
 
     def _from_logits(
         self, t: int, segment: _Segment, output: StepOutput, state: BatchState
@@ -157,13 +178,13 @@ class Selection:
             mask=self._mask(t, segment, output, state),
             norm=_norm(segment, output),
         )
-        return self._chosen(t, segment, best, output, state), best.bad.to(torch.int64)
+        return self._chosen(t, segment, best, output, state), best.bad
 
     def _from_expressions(
         self, t: int, segment: _Segment, output: StepOutput, state: BatchState
     ) -> tuple[Survivors, Tensor, Tensor]:
-        """Survivors of a step whose program the kernels compute, how many logits of each row are bad [n], and how many
-        scores of all."""
+        """Survivors of a step whose program the kernels compute, and how many logits and scores of each row are bad
+        [n]."""
         program, own = segment.program, segment.program.generated
         assert own is not None, "asked before"
         whole = bool(own.columns) or program.masked or not program.children
@@ -178,18 +199,17 @@ class Selection:
         )
         if own.carries:
             self._carry.update(zip(segment.requests, torch.split(rank, list(segment.keep)), strict=True))
-        survivors = self._chosen(t, segment, best, output, state)
-        return survivors, best.bad.to(torch.int64), broken.sum(dtype=torch.int64)
+        return self._chosen(t, segment, best, output, state), best.bad, broken
 
     def _chosen(self, t: int, segment: _Segment, best: Chosen, output: StepOutput, state: BatchState) -> Survivors:
         """What the kernels chose and prune leaves, with its trie nodes."""
-        rows = segment.rows
+        rows, trie = segment.rows, self._trie
         if segment.program.after is not None:
             best = self._pruned(t, segment, best, output, state)
-        at, dead = best.parent.clamp(min=0), best.parent < 0
-        before = _take(state.node, rows)[at].masked_fill_(dead, -1)
-        node = child_of(self._trie.first, self._trie.code, before, best.code, self._trie.widest[t - 1])
-        parent = best.parent if rows is None else rows[at].masked_fill_(dead, -1)
+        parent = best.parent
+        if rows is not None:
+            parent = rows[parent.clamp(min=0)].masked_fill_(parent < 0, -1)
+        node = child_of(trie.first, trie.code, state.node, parent, best.code, trie.widest[t - 1])
         return Survivors(parent, best.code, best.order, best.score, node, best.n_valid)
 
     def _pruned(self, t: int, segment: _Segment, best: Chosen, output: StepOutput, state: BatchState) -> Chosen:
@@ -197,8 +217,7 @@ class Selection:
         after = segment.program.after
         assert after is not None, "asked before"
         inputs = self._inputs(t, segment, output.logits, output, state, whole=False)[0]
-        number = _numbers(segment.keep, self._device)
-        first = upload_ints(_starts(segment.keep)[:-1], torch.int64, self._device)
+        number, _, first = placed(_starts(segment.keep), self._device)
         leading = best.score[first.index_select(0, number)]
         stay = after(inputs, best.score, leading, best.parent.clamp(min=0)) & (best.parent >= 0)
         n_valid = torch.zeros_like(best.n_valid).scatter_add_(0, number, stay.to(torch.int64))
@@ -212,7 +231,8 @@ class Selection:
     def _from_ranks(
         self, t: int, segment: _Segment, logits: Tensor, output: StepOutput, state: BatchState
     ) -> tuple[Survivors, Tensor]:
-        """Survivors of a step by the ranks of its program, and how many scores were bad. logits: all finite or -inf."""
+        """Survivors of a step by the ranks of its program, and how many scores of each row are bad [n]. logits: all
+        finite or -inf."""
         inputs, child = self._inputs(t, segment, logits, output, state)
         scored = segment.program.run(inputs)
         order = _take(state.order, segment.rows)
@@ -237,7 +257,7 @@ class Selection:
             for values in (survivors.parent, survivors.code, survivors.node):
                 values.masked_fill_(dead, -1)
             survivors.score.masked_fill_(dead, -torch.inf)
-        return survivors, scored.bad.sum()
+        return survivors, scored.bad
 
     def _mask(
         self, t: int, segment: _Segment, output: StepOutput, state: BatchState, inputs: StepInputs | None = None
@@ -317,7 +337,7 @@ class Selection:
             params=self._params[segment.structure.id].index_select(0, request),
             step=t,
             width=self._width[:, t - 1].index_select(0, request),
-            request=_numbers(np.diff(segment.row_start), self._device) if grouped else None,
+            request=placed(segment.row_start, self._device).number if grouped else None,
             order=_take(state.order, rows) if grouped else None,
             widths=tuple(self._jobs[one].plan.widths[t - 1] for one in segment.requests) if grouped else (),
             prefix=_take(state.sids, rows) if "prefix" in uses else None,
@@ -348,17 +368,6 @@ class Selection:
 
     def _in_set(self, keys: Tensor, node: Tensor, request: Tensor) -> Tensor:
         return contains(keys, node, request, self._trie.nodes)
-
-    def _counts(self, bad: Tensor | None, state: BatchState, bad_scores: Sequence[Tensor]) -> Tensor:
-        """`StepResult.counts` from the bad logits of each row; tombstones do not count."""
-        requests = len(self._jobs)
-        counts = torch.zeros(2 * requests + 1, dtype=torch.int64, device=self._device)
-        if bad is not None:
-            counts.index_add_(0, state.request, bad.masked_fill(state.score == -torch.inf, 0))
-            counts[requests:-1].index_add_(0, state.request, (state.score > -torch.inf).to(torch.int64))
-        for one in bad_scores:
-            counts[-1:].add_(one)
-        return counts
 
 
 def _takes_logits(segment: _Segment, output: StepOutput) -> bool:
@@ -426,11 +435,6 @@ def _starts(counts: Sequence[int]) -> tuple[int, ...]:
     return (0, *accumulate(counts))
 
 
-def _numbers(counts: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """[sum of counts] int64: 0 count[0] times, then 1 .."""
-    return upload(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), device)
-
-
 def _spread(segment: _Segment, out_start: Sequence[int], device: torch.device) -> Tensor:
     """Where a segment's survivors go in the flat batch: [sum of its keep] int64."""
     ranges = [np.arange(out_start[request], out_start[request + 1]) for request in segment.requests]
@@ -440,5 +444,9 @@ def _spread(segment: _Segment, out_start: Sequence[int], device: torch.device) -
 def _dead_keys(sets: Sequence[DeadNodes | None], step: int, nodes: int, device: torch.device) -> Tensor:
     """The dead prefixes of a step of all requests as sorted keys request * nodes + node."""
     parts = [request * nodes + dead.nodes[step] for request, dead in enumerate(sets) if dead is not None]
-    flat = np.concatenate(parts) if parts else np.empty(0, np.int64)
-    return upload(torch.from_numpy(flat), device)
+    return upload(torch.from_numpy(np.concatenate(parts)), device) if parts else _no_keys(device)
+
+
+@lru_cache(maxsize=16)
+def _no_keys(device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from app.core import Arena, Rows, StateSpec, Survivors
 from app.ops.download import Download
-from app.ops.transition import compact, extend_ancestry
+from app.ops.transition import Written, advance, compact
 from app.ops.upload import upload, upload_ints
 
 
@@ -29,8 +30,9 @@ class Transition(Protocol):
     def open(self, rows: int, device: torch.device) -> None:
         """A batch of `rows` first rows starts; nothing of an earlier one is looked at."""
 
-    def advance(self, t: int, parent: Tensor) -> None:
-        """Step t is done and row b of the next step continues row parent[b] (tombstones: row 0)."""
+    def advance(self, t: int, parent: Tensor, code: Tensor, sids: Tensor) -> Written:
+        """Step t is done, and row b of the next step continues row parent[b] by code[b]; below 0: a tombstone, row 0 by
+        code 0. sids [N, t - 1] int64: what the rows of step t have written. Returns that of the next ones."""
 
     def ancestry(self) -> tuple[Tensor, bool]:
         """(h [N, t - 1] int32, whether it is the identity) for the rows of the next step."""
@@ -48,10 +50,13 @@ class Ancestry:
         """See `Transition`."""
         self._index = torch.empty(rows, 0, dtype=torch.int32, device=device)
 
-    def advance(self, t: int, parent: Tensor) -> None:
+    def advance(self, t: int, parent: Tensor, code: Tensor, sids: Tensor) -> Written:
         """See `Transition`."""
         del t
-        self._index = extend_ancestry(self._index, parent)
+        written = advance(parent, code, sids, self._index)
+        assert written.ancestry is not None, "one was given"
+        self._index = written.ancestry
+        return written
 
     def ancestry(self) -> tuple[Tensor, bool]:
         """See `Transition`."""
@@ -81,15 +86,16 @@ class Compaction:
         """See `Transition`."""
         self._shape, self._device, self._active = (rows, 0), device, 0
 
-    def advance(self, t: int, parent: Tensor) -> None:
+    def advance(self, t: int, parent: Tensor, code: Tensor, sids: Tensor) -> Written:
         """See `Transition`."""
-        self._shape = (len(parent), t)
+        self._shape, row = (len(parent), t), parent.clamp(min=0)
         for name, first in self._row_states:
             active, standby = (self._buffers[one][name] for one in (self._active, 1 - self._active))
             if first:
                 active, standby = active[:, :, first:], standby[:, :, first:]
-            compact(active, standby, parent, min(t, len(active)))
+            compact(active, standby, row, min(t, len(active)))
         self._active = 1 - self._active
+        return advance(parent, code, sids, None)
 
     def ancestry(self) -> tuple[Tensor, bool]:
         """See `Transition`."""
@@ -113,10 +119,28 @@ class Finalists(NamedTuple):
     sids: Tensor
 
 
+class Placed(NamedTuple):
+    """Which rows are whose, on the device. number, number32 [N] int64, int32: 0 for the rows of the first, then 1, .. ·
+    start [R + 1] int32: the rows of r are start[r]:start[r + 1]."""
+
+    number: Tensor
+    number32: Tensor
+    start: Tensor
+
+
+@lru_cache(maxsize=128)
+def placed(row_start: tuple[int, ...], device: torch.device) -> Placed:
+    """row_start as host integers. Batches are often of the shape of others, and then nothing is uploaded."""
+    counts = [stop - start for start, stop in pairwise(row_start)]
+    number = upload(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), device)
+    return Placed(number, number.to(torch.int32), upload_ints(row_start, torch.int32, device))
+
+
 class BatchState:
     """The rows of a batch at one step: whose they are, what they have written so far, how they rank.
 
     row_start  [R + 1] host integers; a request that has left has no rows
+    request    [N] int64, and start [R + 1] int32: the same on the device (`Placed`)
     sids       [N, t - 1] int64 codes of the prefix
     node, order, score  [N] of the row (`core.Survivors`)
     """
@@ -126,11 +150,10 @@ class BatchState:
         self._steps = steps
         self._device = device
         transition.open(requests, device)
-        self.row_start: tuple[int, ...] = ()
         self.place(range(requests + 1))
         self.sids = torch.zeros(requests, 0, dtype=torch.int64, device=device)
-        self.node = torch.zeros(requests, dtype=torch.int64, device=device)
-        self.order = torch.zeros(requests, dtype=torch.int64, device=device)
+        self._codes = self._request32.new_zeros(requests)
+        self.node = self.order = self.request.new_zeros(requests)
         self.score = torch.zeros(requests, dtype=torch.float32, device=device)
 
     @property
@@ -141,28 +164,21 @@ class BatchState:
     def rows(self, *, full: bool) -> Rows:
         """What the engine decodes next."""
         ancestry, is_compact = self._transition.ancestry()
-        codes = self.sids[:, -1] if self.sids.shape[1] else torch.zeros_like(self.order)
-        return Rows(codes.to(torch.int32), self._request32, self._start, ancestry, is_compact, full)
+        return Rows(self._codes, self._request32, self.start, ancestry, is_compact, full)
 
     def advance(self, t: int, survivors: Survivors, row_start: Sequence[int]) -> None:
         """The survivors of step t become the rows; a tombstone keeps row 0's memory and code 0, and a score of -inf."""
-        parent = survivors.parent.clamp(min=0)
-        if t < self._steps:  # nothing reads the state after the last step
-            self._transition.advance(t, parent)
-        code = survivors.code.clamp(min=0).unsqueeze(1)
-        self.sids = torch.cat((self.sids.index_select(0, parent), code), dim=1)
+        moved = (survivors.parent, survivors.code, self.sids)
+        # nothing reads the state after the last step
+        written = self._transition.advance(t, *moved) if t < self._steps else advance(*moved, None)
+        self.sids, self._codes = written.sids, written.codes
         self.node, self.order, self.score = survivors.node, survivors.order, survivors.score
         self.place(row_start)
 
     def place(self, row_start: Sequence[int]) -> None:
-        """Which rows are whose; mostly as in the step before, and then nothing is uploaded."""
-        if self.row_start == tuple(row_start):
-            return
+        """Which rows are whose."""
         self.row_start = tuple(row_start)
-        counts = [stop - start for start, stop in pairwise(row_start)]
-        self.request = upload(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), self._device)
-        self._request32 = self.request.to(torch.int32)
-        self._start = upload_ints(self.row_start, torch.int32, self._device)
+        self.request, self._request32, self.start = placed(self.row_start, self._device)
 
     @property
     def survivors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

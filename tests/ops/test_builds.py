@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.ops import cuda, fp8, grouped, selection, trie
+from app.ops import cuda, fp8, grouped, selection, transition, trie
 from app.ops.attention import context
 from app.ops.attention import launch as attention_launch
 from app.ops.builds import GPUS, Needs, by_torch, needed, of_expressions, sources
@@ -149,7 +149,10 @@ def test_tries_ask_for_nothing_else(asked, wide):
     trie.children(first, code, node, 2)
     trie.dense(first, code, node, 2, 64)
     trie.contains(torch.tensor([1]), node.view(1, 1), node, 3)
-    selection.child_of(first, code, node, node, 2)
+    selection.child_of(first, code, node, node, node, 2)
+    row = torch.zeros(1, dtype=torch.int32)
+    selection.count_bad(row, [row], torch.zeros(1), torch.tensor([0, 1], dtype=torch.int32))
+    transition.advance(node, node, node.view(1, 1), row.view(1, 1))
     selection.children_bits(first, code, node, 2, 64, dead=torch.empty(0, dtype=torch.int64), request=node, nodes=3)
     selection.pack(None, torch.ones(1, 64, dtype=torch.bool), 64)
     assert missing(asked, torch.bfloat16) == set()

@@ -213,20 +213,26 @@ class NoBigTensor(TorchDispatchMode):
         return out
 
 
+def no_codes(rows):
+    return torch.zeros(rows, 0, dtype=torch.int64)
+
+
 def test_the_append_only_transition_never_touches_the_state():
     deployment, _, snapshot = world()
     arena = snapshot.engine.new_arena(deployment.limits)
     transition = TRANSITIONS["ancestry"](arena, snapshot.contract.states)
     transition.open(3, torch.device("cpu"))
     with NoBigTensor(arena, ()) as watch:
-        transition.advance(1, torch.tensor([0, 0, 2, 1]))
-        transition.advance(2, torch.tensor([3, 1]))
+        sids = transition.advance(1, torch.tensor([0, -1, 2, 1]), torch.tensor([5, -1, 7, 6]), no_codes(3)).sids
+        written = transition.advance(2, torch.tensor([3, 1]), torch.tensor([1, 2]), sids)
     assert watch.touched == []
+    assert written.sids.tolist() == [[6, 1], [0, 2]]
+    assert written.codes.tolist() == [1, 2]
     assert transition.ancestry()[0].tolist() == [[1, 3], [0, 1]]
     with NoBigTensor(arena, ()) as watch:
         moving = TRANSITIONS["compaction"](arena, snapshot.contract.states)
         moving.open(3, torch.device("cpu"))
-        moving.advance(1, torch.tensor([0, 0, 2, 1]))
+        moving.advance(1, torch.tensor([0, -1, 2, 1]), torch.tensor([5, -1, 7, 6]), no_codes(3))
     assert {name for _, name in watch.touched} == {s.name for s in snapshot.contract.states if s.scope == "row"}
 
 
@@ -242,7 +248,7 @@ def test_compaction_moves_what_later_steps_read_and_leaves_the_rest():
         standby[state.name].fill_(7.0)
     moving.open(3, torch.device("cpu"))
     parent = torch.tensor([2, 0, 2, 1])
-    moving.advance(1, parent)
+    moving.advance(1, parent, torch.tensor([4, 5, 6, 7]), no_codes(3))
     assert moving.arena is standby
     assert torch.equal(standby["whole"][0, :4], arena["whole"][0, parent])
     assert torch.equal(standby["part"][0, :4, 1:], arena["part"][0, parent, 1:])

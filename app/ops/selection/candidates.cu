@@ -1,4 +1,5 @@
-// What surrounds the selection kernels: candidates as a bit for each code, and the survivors' trie nodes.
+// What surrounds the selection kernels: candidates as a bit for each code, the survivors' trie nodes, and what was wrong
+// with the numbers.
 //
 // Compiled with -DWIDE (1: `first` is int64, 0: int32).
 //
@@ -31,14 +32,15 @@ extern "C" __global__ void __launch_bounds__(256) pack(
     for (i64 w = threadIdx.x; w < words; w += 256) mask[row * words + w] = bits[w];
 }
 
-// The node that `wanted` leads to from `node`, or -1: code [edges] ascends inside a node, whose edges are
-// first[node]:first[node + 1]; edge e leads to node e + 1. node, wanted, child [m]; -1 = none.
+// The node that `wanted` leads to from its parent's, or -1: code [edges] ascends inside a node, whose edges are
+// first[node]:first[node + 1]; edge e leads to node e + 1. node [n] · parent, wanted, child [m]; -1 = none.
 extern "C" __global__ void __launch_bounds__(256) child(
     const First* __restrict__ first, const int* __restrict__ code, const i64* __restrict__ node,
-    const i64* __restrict__ wanted, i64* __restrict__ child, i64 m) {
+    const i64* __restrict__ parent, const i64* __restrict__ wanted, i64* __restrict__ child, i64 m) {
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= m) return;
-    i64 at = node[i], c = wanted[i], found = -1;
+    const i64 from = parent[i];
+    i64 at = from < 0 ? -1 : node[from], c = wanted[i], found = -1;
     if (at >= 0 && c >= 0) {
         i64 low = first[at], high = first[at + 1], end = high;
         while (low < high) {
@@ -77,4 +79,35 @@ extern "C" __global__ void __launch_bounds__(256) children(
     }
     __syncthreads();
     for (i64 w = threadIdx.x; w < words; w += 256) mask[row * words + w] = bits[w];
+}
+
+// The sum of each thread's number, in thread 0: of 256 threads.
+__device__ __forceinline__ i64 sum_of_block(i64 x, i64* warps) {
+    for (int apart = 16; apart; apart /= 2) x += __shfl_down_sync(0xffffffffu, x, apart);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    if (threadIdx.x == 0)
+        for (int w = 1; w < 8; w++) x += warps[w];
+    return x;
+}
+
+// One block a request, and one more. bad, score [n], start [requests + 1] of a request's rows, broken [m] · counts out,
+// [2 requests + 1]: the bad numbers of its living rows, its living rows; last, the sum of `broken`.
+extern "C" __global__ void __launch_bounds__(256) count(
+    const float* __restrict__ score, const int* __restrict__ start, i64* __restrict__ counts,
+    const int* __restrict__ bad, const int* __restrict__ broken, i64 requests, i64 m) {
+    __shared__ i64 warps[2][8];
+    const i64 request = blockIdx.x;
+    const bool last = request == requests;
+    const i64 first = last ? 0 : start[request], end = last ? m : start[request + 1];
+    i64 wrong = 0, alive = 0;
+    for (i64 row = first + threadIdx.x; row < end; row += 256) {
+        const bool lives = last || score[row] > __int_as_float(0xff800000);
+        alive += lives;
+        if (lives) wrong += last ? broken[row] : bad[row];
+    }
+    wrong = sum_of_block(wrong, warps[0]), alive = sum_of_block(alive, warps[1]);
+    if (threadIdx.x) return;
+    counts[last ? 2 * requests : request] = wrong;
+    if (!last) counts[requests + request] = alive;
 }

@@ -1,11 +1,14 @@
-"""Candidates as bits, and the trie nodes of what was chosen: `candidates.cu`, and the same in torch."""
+"""What surrounds a selection: candidates as bits, the trie nodes of what was chosen, and what was wrong with a step's
+numbers: `candidates.cu`, and the same in torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from app.ops import cuda
 
@@ -67,35 +70,68 @@ def children_bits(
     return pack(code[edge.clamp_(max=len(code) - 1)].to(torch.int64), legal, codes)
 
 
-def child_of(first: Tensor, code: Tensor, node: Tensor, wanted: Tensor, widest: int) -> Tensor:
-    """The node that each code leads to (the tree of `app.ops.trie`), -1 where there is none.
+def child_of(first: Tensor, code: Tensor, node: Tensor, parent: Tensor, wanted: Tensor, widest: int) -> Tensor:
+    """The node that each code leads to from its parent's (the tree of `app.ops.trie`), -1 where there is none.
 
-    first [nodes + 1], code [edges] integer · node, wanted [m] int64, -1 = none · widest: most
-    children of such a node
+    first [nodes + 1], code [edges] integer · node [n] int64 · parent, wanted [m] int64: row of `node`, and code; -1 =
+    none, each of them · widest: most children of such a node
     """
     if _fits(first, code):
-        found = torch.empty_like(node)
+        found = torch.empty_like(parent)
         kernel = cuda.load(SOURCE, "child", node.device, WIDE=int(first.dtype == torch.int64))
-        if len(node):
-            operands = [one.contiguous() for one in (first, code, node, wanted)]
-            blocks = -(-len(node) // THREADS)
-            kernel.launch(blocks, THREADS, *(one.data_ptr() for one in operands), found.data_ptr(), len(node))
+        if len(parent):
+            operands = [one.contiguous() for one in (first, code, node, parent, wanted)]
+            blocks = _parts(len(parent), THREADS)
+            kernel.launch(blocks, THREADS, *(one.data_ptr() for one in operands), found.data_ptr(), len(parent))
         return found
-    at = node.clamp(min=0)
+    before = node[parent.clamp(min=0)]
+    at = before.clamp(min=0)
     low, end = first[at].to(torch.int64), first[at + 1].to(torch.int64)
     high = end
     for _ in range(max(1, widest).bit_length()):
         middle = (low + high) // 2
         less = (low < high) & (code[middle.clamp(max=len(code) - 1)] < wanted)
         low, high = torch.where(less, middle + 1, low), torch.where(less, high, middle)
-    hit = (node >= 0) & (wanted >= 0) & (low < end) & (code[low.clamp(max=len(code) - 1)] == wanted)
+    hit = (parent >= 0) & (before >= 0) & (wanted >= 0)
+    hit &= (low < end) & (code[low.clamp(max=len(code) - 1)] == wanted)
     return torch.where(hit, low + 1, -1)
+
+
+def count_bad(bad: Tensor | None, broken: Sequence[Tensor], score: Tensor, row_start: Tensor) -> Tensor:
+    """What was wrong with a step's numbers: [2 R + 1] int64: bad logits in the living rows of each request, its living
+    rows, and bad scores of all.
+
+    bad [n] integer: bad logits of a row; None = there are none, and then living rows are not counted either · broken
+    [m] integer each, any m: bad scores · score [n] float32: of a row, -inf = a tombstone · row_start [R + 1] int32: the
+    rows of request r are row_start[r]:row_start[r + 1]
+    """
+    requests, device = len(row_start) - 1, score.device
+    if bad is not None and len(broken) <= 1 and _countable(bad, *broken):
+        counts = torch.empty(2 * requests + 1, dtype=torch.int64, device=device)
+        operands = [one.contiguous() for one in (score, row_start, counts, bad, *broken)]
+        at = [one.data_ptr() for one in operands] + [0] * (1 - len(broken))
+        kernel = cuda.load(SOURCE, "count", device, WIDE=0)
+        kernel.launch(requests + 1, THREADS, *at, requests, sum(map(len, broken)))
+        return counts
+    counts = torch.zeros(2 * requests + 1, dtype=torch.int64, device=device)
+    if bad is not None:
+        alive = score > -torch.inf
+        before = pad(torch.stack((bad * alive, alive)).cumsum(1), (1, 0))
+        counts[:-1] = before.index_select(1, row_start).diff(dim=1).flatten()
+    for one in broken:
+        counts[-1:].add_(one.sum())
+    return counts
 
 
 def _fits(first: Tensor, code: Tensor) -> bool:
     """Whether the kernels take the tree: as a vocab writes it, on a GPU."""
     served = first.dtype in {torch.int32, torch.int64} and code.dtype == torch.int32
     return served and cuda.unfit(first.device) is None
+
+
+def _countable(*given: Tensor) -> bool:
+    """Whether the kernel takes these counts: as the kernels of the selection write them, on a GPU."""
+    return all(one.dtype == torch.int32 and cuda.unfit(one.device) is None for one in given)
 
 
 def _parts(whole: int, part: int) -> int:

@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Written(NamedTuple):
+    """What the rows of step t + 1 have written, and where it lies.
+
+    sids      [N, t] int64     the codes of steps 1..t
+    codes     [N] int32        the last of them
+    ancestry  [N, t] int32     `extend_ancestry`; None where none was given
+    """
+
+    sids: Tensor
+    codes: Tensor
+    ancestry: Tensor | None
+
+
+def advance(parent: Tensor, code: Tensor, sids: Tensor, ancestry: Tensor | None) -> Written:
+    """The survivors of step t become rows: each has what its parent had, and its own code.
+
+    parent, code [N'] int64: row of step t and code; below 0: a tombstone, which is row 0's child by code 0 ·
+    sids [N, t - 1] int64 · ancestry [N, t - 1] int32, or None where no index is kept
+    """
+    at, last = parent.clamp(min=0), code.clamp(min=0)
+    sids = torch.cat((sids.index_select(0, at), last.unsqueeze(1)), dim=1)
+    return Written(sids, last.to(torch.int32), None if ancestry is None else extend_ancestry(ancestry, at))
 
 
 def extend_ancestry(ancestry: Tensor, parent: Tensor) -> Tensor:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from app.ops.selection import child_of, children_bits, geometry, launch, pack, radix, select_logits, select_top
+from app.ops.selection import (
+    child_of,
+    children_bits,
+    count_bad,
+    geometry,
+    launch,
+    pack,
+    radix,
+    select_logits,
+    select_top,
+)
 from app.ops.selection import reference as definition
 
 INF = float("inf")
@@ -245,15 +255,36 @@ def test_bits_of_candidates_and_nodes_of_survivors() -> None:
     node = torch.tensor([0, 0, 1, 2, 2, -1, 2, 0], device=DEVICE)
     wanted = torch.tensor([5, 6, 5, 0, 7, 5, -1, 9], device=DEVICE)
     expected = [2, -1, -1, 4, 8, -1, -1, 3]
-    assert child_of(first.long(), edges, node, wanted, 5).tolist() == expected
+    parent = torch.arange(8, device=DEVICE)
+    assert child_of(first.long(), edges, node, parent, wanted, 5).tolist() == expected
     request, dead = torch.arange(8, device=DEVICE) % 2, torch.tensor([2, 7, 9 + 1, 9 + 8], device=DEVICE)
     for keys in (dead, dead[:0]):
         mask = children_bits(first, edges, node, 5, 10, dead=keys, request=request, nodes=9)
         one, two, three = first.cpu(), edges.cpu(), node.cpu()
         host = children_bits(one, two, three, 5, 10, dead=keys.cpu(), request=request.cpu(), nodes=9)
         assert torch.equal(mask.cpu(), host)
-    assert child_of(first, edges, node, wanted, 5).tolist() == expected
-    assert child_of(first.cpu(), edges.cpu(), node.cpu(), wanted.cpu(), 5).tolist() == expected
+    assert child_of(first, edges, node, parent, wanted, 5).tolist() == expected
+    parent, wanted = torch.randint(-1, 8, (2, 4000), device=DEVICE)
+    host = child_of(first.cpu(), edges.cpu(), node.cpu(), parent.cpu(), wanted.cpu(), 5)
+    assert child_of(first, edges, node, parent, wanted, 5).tolist() == host.tolist()
+
+
+@pytest.mark.parametrize("widths", [[1], [7, 0, 300, 1], [1024] * 32, [0, 65000]])
+def test_what_was_wrong_is_counted_by_request(widths: list[int]) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(len(widths))
+    start = torch.tensor([0, *accumulate(widths)], dtype=torch.int32, device=DEVICE)
+    n = sum(widths)
+    bad, broken = torch.randint(0, 2**31 - 1, (2, n), dtype=torch.int32, device=DEVICE, generator=generator)
+    score = torch.randn(n, device=DEVICE, generator=generator)
+    score[torch.rand(n, device=DEVICE, generator=generator) < 0.3] = -INF
+    given = [bad, broken, score, start]
+    kept = [one.clone() for one in given]
+    for wrong in ([broken], [broken[:0]], []):
+        found = count_bad(bad, wrong, score, start)
+        assert found.dtype == torch.int64
+        assert found.tolist() == count_bad(bad.cpu(), [one.cpu() for one in wrong], score.cpu(), start.cpu()).tolist()
+    assert count_bad(bad.long(), [broken, broken], score, start).tolist()[:-1] == found.tolist()[:-1]
+    assert all(torch.equal(one, two) for one, two in zip(given, kept, strict=True))
 
 
 def test_small_cases_in_bulk() -> None:

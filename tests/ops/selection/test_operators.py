@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from app.ops.selection import child_of, children_bits, one_read, pack, reference, select_logits, select_top
+from app.ops.selection import child_of, children_bits, count_bad, one_read, pack, reference, select_logits, select_top
 from app.ops.selection.geometry import requests
 
 
@@ -103,7 +103,9 @@ def test_a_node_is_found_by_its_code_and_nothing_else_is():
         for code in range(-1, 12):
             own = range(first[node], first[node + 1]) if node >= 0 else ()
             expected = next((edge + 1 for edge in own if edges[edge] == code), -1)
-            assert child_of(first, edges, torch.tensor([node]), torch.tensor([code]), 5).item() == expected
+            row = torch.tensor([0])
+            assert child_of(first, edges, torch.tensor([node]), row, torch.tensor([code]), 5).item() == expected
+            assert child_of(first, edges, torch.tensor([node]), row - 1, torch.tensor([code]), 5).item() == -1
 
 
 def test_children_are_bits_without_those_that_are_dead():
@@ -116,3 +118,21 @@ def test_children_are_bits_without_those_that_are_dead():
     assert [[c for c in range(64) if row[c // 8] >> (c % 8) & 1] for row in mask.tolist()] == expected
     everyone = children_bits(first, edges, node, 5, 38, dead=dead[:0], request=request, nodes=9)
     assert everyone[0].tolist() == [34, 2, 0, 0, 0, 0, 0, 0]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any), st.integers(0, 3), st.integers(0, 2**20))
+def test_what_was_wrong_is_counted_by_request(widths, lists, seed):
+    torch.manual_seed(seed)
+    n, requests = sum(widths), len(widths)
+    request = torch.repeat_interleave(torch.tensor(widths))
+    start = torch.tensor([0, *torch.tensor(widths).cumsum(0).tolist()], dtype=torch.int32)
+    bad, broken = torch.randint(0, 9, (n,), dtype=torch.int32), [torch.randint(0, 9, (n,)) for _ in range(lists)]
+    score = torch.randn(n).masked_fill(torch.rand(n) < 0.3, -torch.inf)
+    expected = torch.zeros(2 * requests + 1, dtype=torch.int64)
+    expected.index_add_(0, request, bad.long().masked_fill(score == -torch.inf, 0))
+    expected[requests:-1].index_add_(0, request, (score > -torch.inf).long())
+    expected[-1] = sum(int(one.sum()) for one in broken)
+    assert torch.equal(count_bad(bad, broken, score, start), expected)
+    none = count_bad(None, broken, score, start)
+    assert none.tolist() == [0] * 2 * requests + [expected[-1]]
