@@ -19,7 +19,7 @@ from app.errors import Rejected
 from app.ops import fp8, grouped
 from app.ops import product as products
 from app.ops.fp8 import FP8, EightBits
-from app.ops.gated import gated, gated_product
+from app.ops.gated import gated, gated_product, gates_itself
 from app.ops.norm import rms_norm
 
 UNIT: Final = 16
@@ -175,10 +175,11 @@ def gated_for(gate: Tensor, up: Tensor, weight: Tensor | Quantised) -> Tensor:
 def gated_product_for(x: Tensor, gate_up: Tensor | Quantised, weight: Tensor | Quantised) -> Tensor:
     """silu(x gate^T) * (x up^T) of gate_up [2 F, d], gate before up: to be multiplied by `weight` and used for nothing
     else."""
-    if isinstance(gate_up, Quantised) or isinstance(weight, Quantised):
-        gate, up = product(x, gate_up).chunk(2, 1)
-        return gated_for(gate, up, weight)
-    return gated_product(x, gate_up)
+    eight = isinstance(gate_up, Quantised) or isinstance(weight, Quantised)
+    if not eight and gates_itself(x, cast(Tensor, gate_up)):
+        return gated_product(x, cast(Tensor, gate_up))
+    gate, up = product(x, gate_up).chunk(2, 1)
+    return gated_for(gate, up, weight)
 
 
 def normed_for(x: Tensor, norm: nn.RMSNorm, *weights: Tensor | Quantised) -> Tensor:

@@ -15,6 +15,7 @@ from app.config import Limits, SidConfig
 from app.core import History, Rows
 from app.engine.facts import weight_facts
 from app.engine.families.base import ModelFiles
+from app.engine import fp8 as engine_fp8
 from app.engine.fp8 import (
     Quantised,
     QuantisedRows,
@@ -205,14 +206,20 @@ def test_what_stands_for_a_weight_multiplies_and_does_nothing_else():
             wrong()
 
 
-def test_a_gated_product_is_one_operator_unless_either_weight_is_in_8_bits():
+def test_a_gated_product_is_one_operator_where_that_is_one_launch_unless_either_weight_is_in_8_bits(monkeypatch):
     torch.manual_seed(0)
+    one = []
+    monkeypatch.setattr(engine_fp8, "gated_product", lambda *operands: one.append(operands) or gated_product(*operands))
     x = torch.randn(5, 48).bfloat16()
     entry, down = nn.Linear(48, 64, bias=False).bfloat16(), nn.Linear(32, 48, bias=False).bfloat16()
     plain, out = entry.weight, down.weight
     expected = gated_product(x, plain)
     assert torch.equal(expected, gated(*functional.linear(x, plain).chunk(2, 1)))
     assert torch.equal(gated_product_for(x, plain, out), expected)
+    assert not one  # a CPU has a product and a gate
+    monkeypatch.setattr(engine_fp8, "gates_itself", lambda *_: True)
+    assert torch.equal(gated_product_for(x, plain, out), expected)
+    assert len(one) == 1
     install(down, "weight", *fp8.quantise_rows(out))
     rows = gated_product_for(x, plain, down.weight)
     assert isinstance(rows, QuantisedRows)
@@ -224,6 +231,7 @@ def test_a_gated_product_is_one_operator_unless_either_weight_is_in_8_bits():
     assert torch.equal(
         functional.linear(both, down.weight), fp8.linear(gated(*product.chunk(2, 1)), *down.weight.parameters())
     )
+    assert len(one) == 1
 
 
 def test_rows_made_for_weights_in_8_bits_are_made_once_and_take_the_place_of_a_tensor_in_their_products_only():

@@ -33,6 +33,11 @@ def gated_product(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def gates_itself(x: Tensor, weight: Tensor) -> bool:
+    """Whether `gated_product` of these is one launch. Of a tracer's tensors it is: one node."""
+    return type(x) is not Tensor or product.unfit(x, weight) is None
+
+
 def unfit(gate: Tensor, up: Tensor) -> str | None:
     """Why the kernel cannot take these; None where it can."""
     reason = cuda.unfit(gate.device)

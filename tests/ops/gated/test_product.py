@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from app.ops import cuda
-from app.ops.gated import gated_product, product
+from app.ops.gated import gated_product, gates_itself, product
 from app.ops.gated.operators import _gated_product
 from tests.ops.gated import emulated
 
@@ -82,6 +82,8 @@ def test_what_it_takes(hopper, monkeypatch):
     assert "16 bytes" in unfit(x[:1].expand(2048, 64), weight)
     assert "33554432 bytes of weights" not in (product.shape_unfit(2048, 2048, 4096) or "")
     assert "up to 33554432" in product.shape_unfit(2048, 2176, 4096)
+    assert gates_itself(x, weight)
+    assert not gates_itself(x[1:], weight)
     monkeypatch.setattr(cuda, "architecture", lambda _: "sm_100")
     assert "sm_90" in unfit(x, weight)
 
