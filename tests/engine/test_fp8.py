@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from app.config import Limits, SidConfig
 from app.core import History, Rows
+from app.engine import fp8 as engine_fp8
 from app.engine.facts import weight_facts
 from app.engine.families.base import ModelFiles
-from app.engine import fp8 as engine_fp8
 from app.engine.fp8 import (
     Quantised,
     QuantisedRows,
