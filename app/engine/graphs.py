@@ -26,6 +26,7 @@ from app.config import Limits
 from app.core import Arena, Rows, StepOutput
 from app.engine.engine import Engine
 from app.errors import Rejected
+from app.ops.product import Choice
 
 KEPT = 8
 """Slots whose graphs are kept although no engine in memory uses them."""
@@ -43,12 +44,13 @@ class Shape(NamedTuple):
 
 class Taken(NamedTuple):
     """What a capture cost: new graphs, seconds, and bytes of the device's memory. refused: why an engine's steps cannot
-    be captured and run as they are; None where they can."""
+    be captured and run as they are; None where they can. choices: algorithms of products that were chosen before."""
 
     graphs: int = 0
     seconds: float = 0.0
     bytes: int = 0
     refused: str | None = None
+    choices: tuple[Choice, ...] = ()
 
     @classmethod
     def of(cls, parts: Sequence[Taken]) -> Taken:
@@ -238,6 +240,12 @@ class Graphs:
         self._trim()
         self._cost = max(0, self._recorder.used() - used)
         return Taken(len(made.by_shape), time.monotonic() - began, self._cost)
+
+    def largest(self, engine: Engine) -> Iterator[Callable[[], StepOutput]]:
+        """Each step by the most rows that it can have. They write the arena."""
+        for t in self._steps:
+            if t >= engine.first_step:
+                yield partial(engine.step, t, self._rows.view(Shape(t, self._most[t - 1], full=False)), self._arena)
 
     def _captured(self, engine: Engine) -> _Set:
         fresh, self._fresh = self._fresh, False

@@ -225,6 +225,9 @@ class Runtime:
         if self._engines is not None:
             self._engines.prepare(snapshot.contract, snapshot.engine.device)
         taken = self._steps.prepare(snapshot)
+        if taken.choices:
+            products, seconds = [one.document() for one in taken.choices], sum(one.seconds for one in taken.choices)
+            self._log.info("products_chosen", seconds=round(seconds, 3), products=products)
         if taken.refused:
             self._log.warning("graphs_refused", snapshot=snapshot.id, reason=taken.refused)
         if taken.graphs:

@@ -15,6 +15,7 @@ from app.engine.engine import Engine
 from app.engine.graphs import Graphs, Recorder, Taken
 from app.errors import Expired, Fault, ModelOutput, WidebeamError
 from app.ops.download import Download
+from app.ops.product import Choice, choose
 from app.runtime.context_lane import ContextLane, own_arena
 from app.runtime.explain import explain
 from app.runtime.final import rank_items
@@ -182,14 +183,18 @@ class StepLoop:
 
     def prepare(self, snapshot: Snapshot) -> Taken:
         """Before a snapshot's first batch: a contract's state memory, once, and the graphs of its weights' slot, which
-        may be there already. In any one thread. Raises Rejected("no_memory")."""
-        lane = self._lane(snapshot)
+        may be there already; before the very first, algorithms for the products of its steps. In any one thread. Raises
+        Rejected("no_memory")."""
+        lane, engine = self._lane(snapshot), snapshot.engine
         lane.contexts.settle()
-        taken = Taken.of([one.prepare(snapshot.engine) for one in (lane.graphs, lane.contexts.graphs) if one])
+        choices: tuple[Choice, ...] = ()
+        if lane.graphs and not self._entered:  # what is measured while batches run is not true
+            choices = choose(lane.graphs.largest(engine))
+        taken = Taken.of([one.prepare(engine) for one in (lane.graphs, lane.contexts.graphs) if one])
         self._metrics.compiles_total.labels("background").inc(taken.graphs)
-        if taken.graphs and snapshot.engine.slot:
-            snapshot.engine.slot.slots.beside = taken.bytes
-        return taken
+        if taken.graphs and engine.slot:
+            engine.slot.slots.beside = taken.bytes
+        return taken._replace(choices=choices)
 
     def forget(self, contract_id: str) -> None:
         """Free a contract's state memory. Engine thread only, when no batch of that contract will come any more."""

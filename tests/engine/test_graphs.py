@@ -259,6 +259,18 @@ def test_every_capture_has_a_turn_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["onerec", "qwen3"])
+def test_the_largest_steps_are_those_of_the_most_rows(kind, tmp_path):
+    engine = engine_of(kind, write(kind, tmp_path / "weights"))
+    graphs = Graphs(encoded(engine, kind), LIMITS, tiny.SIZES, CPU, Replays(Kept))
+    steps = range(engine.first_step, 4)
+    most = most_rows(LIMITS, tiny.SIZES)
+    outputs = [run().logits for run in graphs.largest(engine)]
+    assert [tuple(one.shape) for one in outputs] == [(most[t - 1], tiny.SIZES[t - 1]) for t in steps]
+    last = Graphs(encoded(engine, kind), LIMITS, tiny.SIZES, CPU, Replays(Kept), steps=range(3, 4))
+    assert len(list(last.largest(engine))) == 1
+
+
+@pytest.mark.parametrize("kind", ["onerec", "qwen3"])
 def test_steps_of_one_engine_are_captured_over_several_arenas(kind, tmp_path):
     engine, recorder = engine_of(kind, write(kind, tmp_path / "weights")), Replays(Kept)
     parts = [
@@ -269,6 +281,6 @@ def test_steps_of_one_engine_are_captured_over_several_arenas(kind, tmp_path):
     shapes = plan(LIMITS, tiny.SIZES, first=engine.first_step, log_norm=engine.log_norm)
     assert [one.graphs for one in taken] == [sum(x.t in steps for x in shapes) for steps in ((1,), (2, 3))]
     assert parts[0].step(engine, 2, rows_at(2)) is parts[1].step(engine, 1, rows_at(1)) is None
-    assert Taken.of(taken)[::2] == (len(shapes), 7 * len(shapes))
+    assert Taken.of(taken)[:3:2] == (len(shapes), 7 * len(shapes))
     assert Taken.of([Taken(1, 2.0, 3), Taken(refused="why"), Taken(4, 5.0, 6)]) == Taken(5, 7.0, 9, "why")
     assert Taken.of([]) == Taken()

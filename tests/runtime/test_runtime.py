@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import threading
 import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
+import torch
 
 from app.core import HistoryIds, Request, TokenIds
 from app.engine.engine import Engine
 from app.errors import Cancelled, DeadlineTooShort, Draining, Expired, InvalidRequest, NotReady, QueueFull, Underfilled
+from app.ops.product import Choice
+from app.ops.product.lt import Algorithm
+from app.ops.product.table import Chosen, Key
 from app.runtime.loader import Loaded
 from app.runtime.logs import make_log
 from app.runtime.metrics import Metrics
 from app.runtime.runtime import Runtime
 from app.runtime.status import Reason
+from app.runtime.steps import StepLoop
 from tests import support
 
 SIZES = (4, 5, 6)
@@ -101,6 +107,25 @@ async def test_an_answer_names_its_versions_and_counts_unknown_ids():
         assert outcome.versions.policy == "base"
         assert outcome.seed == (await world.ask("i1", k=1).outcome()).seed
         assert outcome.timings.total >= outcome.timings.decode > 0
+
+
+async def test_the_log_says_which_algorithms_were_chosen(monkeypatch):
+    key = Key(0, torch.bfloat16, 896, 3584, onto=True)
+    choices = (
+        Choice(key, Chosen(Algorithm(bytes(64), 0), 2048), 16384, 0.17821, 0.15718, 0.51),
+        Choice(key._replace(onto=False), Chosen(None), 16384, 0.0505, 0.0505, 0.4),
+    )
+    prepare = StepLoop.prepare
+    monkeypatch.setattr(StepLoop, "prepare", lambda loop, snapshot: prepare(loop, snapshot)._replace(choices=choices))
+    async with started() as world:
+        lines = [json.loads(line) for line in world.logged.getvalue().splitlines()]
+    [line] = [one for one in lines if one["event"] == "products_chosen"]
+    shape = {"outputs": 896, "inputs": 3584, "dtype": "bfloat16", "rows": 16384}
+    assert line["seconds"] == 0.91
+    assert line["products"] == [
+        {**shape, "onto": True, "from_rows": 2048, "us_before": 178.2, "us": 157.2},
+        {**shape, "onto": False, "from_rows": None, "us_before": 50.5, "us": 50.5},
+    ]
 
 
 async def test_a_history_that_nobody_knows_is_named_where_the_model_misses_it(monkeypatch):

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from app.core import StateSpec
 from app.engine.families.onerec_config import parse
 from app.engine.families.onerec_reference import OneRecReference, pad_history
+from app.engine.graphs import most_rows
 from app.errors import Cancelled, Fault, ModelOutput
 from app.ops.selection import select_top
 from app.runtime import selection, steps
@@ -481,6 +482,26 @@ def test_one_engine_under_two_contracts_replays_into_the_state_memory_of_each():
         assert end.result.items.tolist() == expected.items.tolist()
         assert all(torch.equal(kept[name], tensor) for name, tensor in before.items())
         assert [one.replayed for one in recorders] == [[3, 0], [3, 3], [6, 3]][turn]
+
+
+def test_algorithms_of_products_are_chosen_by_the_largest_steps_and_before_anything_is_served(monkeypatch):
+    deployment, _, snapshot = world()
+    ran, recorder = [], Replays()
+
+    def choose(runs):
+        assert recorder.recorded == 0, "graphs hold what was chosen"
+        ran.append([run().logits.shape for run in runs])
+        return ("the choices",)
+
+    monkeypatch.setattr(steps, "choose", choose)
+    loop = StepLoop(lambda: 0.0, Metrics(), recorder=lambda _: recorder)
+    most = most_rows(deployment.limits, SIZES)
+    assert loop.prepare(snapshot).choices == ("the choices",)
+    assert ran == [list(zip(most, SIZES, strict=True))]
+    loop.serve(Batch((support.job_of(snapshot, deployment, (), k=5),)))
+    assert loop.prepare(snapshot).choices == ()
+    assert len(ran) == 1
+    assert StepLoop(lambda: 0.0, Metrics()).prepare(snapshot).choices == (), "without graphs there is nothing to run"
 
 
 def test_bad_numbers_of_a_final_list_are_counted():

@@ -42,13 +42,23 @@ _EIGHT: Final = 256.0
 
 class Choice(NamedTuple):
     """What was found for products of a shape. at: rows that were measured; before, now: milliseconds of torch's
-    algorithm and of the chosen one there (equal where torch's stays); chosen: from how many rows on."""
+    algorithm and of the chosen one there (equal where torch's stays); seconds: what finding it took."""
 
     key: Key
-    at: int
-    before: float
-    now: float
     chosen: Chosen
+    at: int
+    before: float = 0.0
+    now: float = 0.0
+    seconds: float = 0.0
+
+    def document(self) -> dict[str, object]:
+        """For a log. from_rows: None where torch's algorithm stays."""
+        key, chosen = self.key, self.chosen
+        return {
+            "outputs": key.m, "inputs": key.k, "dtype": str(key.dtype).removeprefix("torch."), "onto": key.onto,
+            "rows": self.at, "from_rows": None if chosen.algorithm is None else chosen.rows,
+            "us_before": round(1e3 * self.before, 1), "us": round(1e3 * self.now, 1),
+        }  # fmt: skip
 
 
 def choose(runs: Iterable[Callable[[], object]], table: Table = TABLE) -> tuple[Choice, ...]:
@@ -64,13 +74,13 @@ def choose(runs: Iterable[Callable[[], object]], table: Table = TABLE) -> tuple[
                 run()
     except torch.cuda.OutOfMemoryError:
         return ()  # whoever needs the memory will say so
-    found = []
+    found: list[Choice] = []
     for key, rows in wanted.items():
+        began = time.monotonic()
         choice = _measured(key, rows, _stream(key.device))
         table.put(key, choice.chosen)
-        found.append(choice)
-    if found:
-        torch.cuda.empty_cache()
+        found.append(choice._replace(seconds=time.monotonic() - began))
+    torch.cuda.empty_cache()
     return tuple(found)
 
 
@@ -89,8 +99,8 @@ def _measured(key: Key, rows: int, stream: torch.cuda.Stream) -> Choice:
         algorithm = ways[best].algorithm
         least = LEAST if algorithm is None else from_rows(rows, lambda n: _gains(Bench(key, n, stream), algorithm))
     except torch.cuda.OutOfMemoryError:
-        return Choice(key, rows, 0.0, 0.0, Chosen(None))
-    return Choice(key, rows, times[0], times[best], Chosen(algorithm, least))
+        return Choice(key, Chosen(None), rows)
+    return Choice(key, Chosen(algorithm, least), rows, times[0], times[best])
 
 
 def quickest(ways: Sequence[T], lap: Callable[[T], float]) -> tuple[int, dict[int, float]]:
