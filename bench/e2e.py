@@ -196,7 +196,9 @@ def measure(mode: str, of: Prepared, batch: int, shape: Shape, snapshot: Snapsho
         "latency_ms": {"mean": 1e3 * statistics.mean(spent.latency), "p99": _p99(spent.latency)},
         "mfu": {name: flop / mean / most for name, most in CEILINGS.items()},
         "mfu_decode": {name: shape.decode_flop(batch) / decode_s / most for name, most in CEILINGS.items()},
-        "steps_ms": steps, "phases": {}, "graphs": taken._asdict(), "flop": flop, "alike": alike,
+        "steps_ms": steps, "phases": {}, "flop": flop, "alike": alike,
+        "graphs": {name: value for name, value in taken._asdict().items() if name != "choices"},
+        "products": [one.document() for one in taken.choices],
         "eager_steps": metrics.registry.get_sample_value("widebeam_engine_eager_steps_total"),
     }  # fmt: skip
     return Measured(run, lambda: profiled(lambda: loop.serve(Batch(sets[0]))))
