@@ -1,25 +1,25 @@
-"""Operators on requests: prune, quota, and the ways to select. Prune says who stays; the others turn ranks into ranks:
-what is not selected gets -inf, and the best K of what is left, in T0, are the survivors.
+"""Operators on requests: prune, and the ways to select; `quota` beside it. Prune says who stays; the others turn ranks
+into ranks: what is not selected gets -inf, and the best K of what is left, in T0, are the survivors.
 
-Candidates of all requests of a structure are handled at once, laid flat in T0 order. Where every group is a union of
-rows, rows are cut to their best K first (precut theorem, policy-language 2.3); otherwise nothing is cut.
+Candidates of all requests of a structure are handled at once, laid flat in T0 order, where rows may be cut to their
+best K first (precut theorem, policy-language 2.3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from app.ops.selection import keys
-from app.ops.upload import upload_ints
+from app.ops.upload import upload, upload_ints
 from app.policies.plan import StepInputs
 
 INF = float("inf")
-HEADS = (4, 32)
-"""How many times K candidates a quota across rows looks at before it looks at all."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Field:
     """Where candidates stand: request and order of each row, K of each request, C of the step.
 
     request, order  [n] int64 · code [n, F] int64 · k [R] int64 on the device · widths the same on the host
+    rows            of each request, on the host
     """
 
     request: Tensor
@@ -35,17 +36,17 @@ class Field:
     k: Tensor
     widths: tuple[int, ...]
     size: int
+    rows: tuple[int, ...]
 
     @classmethod
     def of(cls, inputs: StepInputs) -> Field:
         """From a step's inputs, which must hold what a program with "request" in its `uses` is given."""
         assert inputs.request is not None and inputs.order is not None, "uses: request"
         k = upload_ints(inputs.widths, torch.int64, inputs.code.device)
-        return cls(inputs.request, inputs.order, inputs.code, k, inputs.widths, inputs.logits.shape[1])
+        return cls(inputs.request, inputs.order, inputs.code, k, inputs.widths, inputs.logits.shape[1], inputs.rows)
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """Candidates of all requests, requests one after the other, each in T0: the valid ones first.
 
     at [N] int64 flat places r * F + f, each once · row [N] · request [N] · alive [N] bool: valid. On a GPU those that
@@ -68,7 +69,7 @@ def line(rank: Tensor, field: Field, *, cut: bool) -> Line:
     at = (torch.arange(len(rank), device=rank.device)[:, None] * per_row + place).reshape(-1)
     packed = packed.reshape(-1)
     alive = rank.reshape(-1)[at] > -INF
-    if _waiting_is_free(rank.device):
+    if waiting_is_free(rank.device):
         at, packed, alive = at[alive], packed[alive], alive[alive]
     row = at.div(per_row, rounding_mode="floor")
     best_first = torch.argsort(packed, descending=True)
@@ -77,23 +78,14 @@ def line(rank: Tensor, field: Field, *, cut: bool) -> Line:
     return Line(at[order], row[order], field.request[row[order]], alive[order])
 
 
-def _waiting_is_free(device: torch.device) -> bool:
+def waiting_is_free(device: torch.device) -> bool:
+    """Whether shapes may follow what was computed."""
     return device.type == "cpu"
 
 
-def head(rank: Tensor, field: Field, times: int) -> Line:
-    """The best `times` K candidates of each request, in T0. Waits for the device."""
-    packed = keys(rank, field.code, field.order, field.size)
-    rows = torch.bincount(field.request, minlength=len(field.widths)).tolist()
-    first, parts = 0, []
-    for count, width in zip(rows, field.widths, strict=True):
-        own = packed[first : first + count].reshape(-1)
-        at = torch.topk(own, min(times * width, len(own)), sorted=True)[1] + first * packed.shape[1]
-        parts.append(at[rank.reshape(-1)[at] > -INF])
-        first += count
-    at = torch.cat(parts)
-    row = at.div(packed.shape[1], rounding_mode="floor")
-    return Line(at, row, field.request[row], torch.ones_like(at, dtype=torch.bool))
+def numbered(counts: Sequence[int], device: torch.device) -> Tensor:
+    """[sum of counts] int64: 0 count[0] times, then 1 .."""
+    return upload(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), device)
 
 
 def place_in(group: Tensor, member: Tensor) -> Tensor:
@@ -147,82 +139,6 @@ def request_best(rank: Tensor, field: Field) -> Tensor:
     """[R] float32: the best rank of each request; -inf where nobody is left."""
     rows = rank.amax(dim=1)
     return torch.full((len(field.widths),), -INF, device=rank.device).scatter_reduce_(0, field.request, rows, "amax")
-
-
-# ---- quota ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Quota:
-    """A cap or a floor with its group's number at each candidate: group [n, F] or [n, 1] int64, -1 = in no group."""
-
-    limit: int
-    group: Tensor
-
-
-def quota(rank: Tensor, field: Field, caps: Sequence[Quota], floors: Sequence[Quota], *, cut: bool) -> Tensor:
-    """V08, V30-V33: floors in their written order, each with the best of its groups, then the best of all; nothing is
-    taken that breaks a cap.
-
-    caps  from the innermost to the outermost: each contains the groups of those before it
-    cut   whether every group is a union of rows, so that rows may be cut to their best K
-
-    Otherwise the scan looks at the best few K of each request first. Where that fills K places and every floor, nothing
-    further down could have been taken, and the answer is that of the whole.
-    """
-    if not cut:
-        for times in HEADS:
-            candidates = head(rank, field, times)
-            taken, met = _scan(candidates, field, caps, floors, watch=True)
-            if len(candidates.at) == int((rank > -INF).sum()) or (met and int(taken.sum()) == sum(field.widths)):
-                return only(rank, candidates.at[taken])
-    candidates = line(rank, field, cut=cut)
-    return only(rank, candidates.at, _scan(candidates, field, caps, floors)[0])
-
-
-def _scan(
-    candidates: Line, field: Field, caps: Sequence[Quota], floors: Sequence[Quota], *, watch: bool = False
-) -> tuple[Tensor, bool]:
-    """Who is taken; and to who watches, and waits, whether every floor is surely met (one group, and full)."""
-    taken = torch.zeros_like(candidates.at, dtype=torch.bool)
-    cap_groups = [(one.limit, *_numbers(one, candidates, field)) for one in caps]
-    met = True
-    for floor in floors:
-        group, member = _numbers(floor, candidates, field)
-        missing = floor.limit - count_in(group, taken & member)
-        taken = taken | _take(candidates, taken, cap_groups, (group, member, missing), field)
-        if not watch:
-            continue
-        one_group = int(floor.group.max()) <= 0
-        held = torch.bincount(candidates.request[taken & member], minlength=len(field.widths))
-        met = met and one_group and int(held.min()) >= floor.limit
-    free = torch.full_like(candidates.at, torch.iinfo(torch.int64).max)
-    taken = taken | _take(candidates, taken, cap_groups, (candidates.request, candidates.alive, free), field)
-    return taken, met
-
-
-def _numbers(one: Quota, candidates: Line, field: Field) -> tuple[Tensor, Tensor]:
-    """Group numbers that no two requests share, and who is in a group."""
-    group = one.group.expand(field.code.shape).reshape(-1)[candidates.at]
-    return group * len(field.widths) + candidates.request, (group >= 0) & candidates.alive
-
-
-def _take(
-    candidates: Line,
-    taken: Tensor,
-    caps: Sequence[tuple[int, Tensor, Tensor]],
-    goal: tuple[Tensor, Tensor, Tensor],
-    field: Field,
-) -> Tensor:
-    """The next candidates in T0 that the caps allow, up to the goal of each group and K of each request."""
-    group, member, missing = goal
-    chosen = member & ~taken
-    for limit, cap_group, capped in caps:
-        left = limit - count_in(cap_group, taken & capped)
-        chosen = chosen & (~capped | (place_in(cap_group, chosen & capped) < left))
-    chosen = chosen & (place_in(group, chosen) < missing)
-    room = field.k[candidates.request] - count_in(candidates.request, taken)
-    return chosen & (place_in(candidates.request, chosen) < room)
 
 
 # ---- select --------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class Group:
             kind. At step t, depth t - 1 is the parent's row and depth t the candidate itself
     nested  whether a group is a union of rows
     single  whether each candidate is a group of its own
+    once    whether a row has one candidate of a group at most
     many    whether there is more than one group
     values  how many groups there can be, where known
     number  group numbers [n, F] or [n, 1] int64, -1 = in no group
@@ -37,6 +38,7 @@ class Group:
     depth: int | None
     nested: bool
     single: bool
+    once: bool
     many: bool
     values: int | None
     number: Numbering
@@ -61,13 +63,13 @@ def group_of(node: Expr, step: int, sizes: tuple[int, ...], facts: Facts) -> Gro
     text = show(node)
     match node:
         case Name(name="parent"):
-            return Group(text, step - 1, True, False, True, None, _parent)
+            return Group(text, step - 1, True, False, False, True, None, _parent)
         case Index(base=base, index=index):
             whole = base == "prefix" or index == 1
             depth = index if whole else None
             values = sizes[index - 1] if index == 1 or base == "token" else None
             number = _prefix(index, step, sizes) if whole and index > 1 else _token(index, step)
-            return Group(text, depth, index < step, depth == step, True, values, number)
+            return Group(text, depth, index < step, depth == step, index == step, True, values, number)
         case Field(space=space, name=name):
             column = facts[f"{space}.{name}"]
             if column.form == "text":
@@ -77,15 +79,18 @@ def group_of(node: Expr, step: int, sizes: tuple[int, ...], facts: Facts) -> Gro
                     None,
                     column.fixed,
                     False,
+                    False,
                     True,
                     len(column.labels) + 1 if column.labels else None,
                     lambda _, extra: extra[column.key] + 1,
                 )
-            return Group(text, None, column.fixed, False, False, 1, lambda _, extra: _flag(extra[column.key]))
+            return Group(text, None, column.fixed, False, False, False, 1, lambda _, extra: _flag(extra[column.key]))
         case Compare(left=Field(space=space, name=name), right=Text(value=value)):
             column = facts[f"{space}.{name}"]
             label = column.labels.index(value)
-            return Group(text, None, column.fixed, False, False, 1, lambda _, extra: _flag(extra[column.key] == label))
+            return Group(
+                text, None, column.fixed, False, False, False, 1, lambda _, extra: _flag(extra[column.key] == label)
+            )
     raise Fault(f"`{text}` passed the checks and is no group")
 
 
@@ -133,9 +138,18 @@ def _prefix(index: int, step: int, sizes: tuple[int, ...]) -> Numbering:
 def _numbered(prefix: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """[n] int64: equal for equal rows, and for no others; of codes 0 .. size - 1."""
     if math.prod(sizes[: prefix.shape[1]]) >= MOST_PREFIXES:
-        inverse: Tensor = torch.unique(prefix, dim=0, return_inverse=True)[1]  # waits for the device
-        return inverse
+        return _by_rank(prefix)
     number = torch.zeros(len(prefix), dtype=torch.int64, device=prefix.device)
     for at, size in zip(range(prefix.shape[1]), sizes, strict=False):
         number = number * size + prefix[:, at].clamp(min=0)  # a tombstone's codes are -1
     return number
+
+
+def _by_rank(prefix: Tensor) -> Tensor:
+    """[n] int64: how many other rows lie before a row in lexicographic order, each counted once."""
+    order = torch.arange(len(prefix), device=prefix.device)
+    for column in prefix.flip(1).unbind(1):  # the last code first: each sort keeps the order of those before it
+        order = order[torch.argsort(column[order], stable=True)]
+    ordered = prefix[order]
+    first = (ordered[1:] != ordered[:-1]).any(1).to(torch.int64)
+    return torch.empty_like(order).index_copy_(0, order, torch.cat([torch.zeros_like(order[:1]), first.cumsum(0)]))

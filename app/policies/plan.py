@@ -36,11 +36,12 @@ class StepInputs(NamedTuple):
     step      t
     width     [n] float32       K_t of the row's request
 
-    The rest is read only by programs that name it in `uses`; "request" stands for request, order and widths.
+    The rest is read only by programs that name it in `uses`; "request" stands for request, order, widths and rows.
 
     request   [n] int64         the row's request among those of the structure, 0.., non-decreasing
     order     [n] int64         the row's place in its request
     widths    K_t of those requests, on the host
+    rows      how many rows each of them has, on the host
     prefix    [n, t - 1] int64  the row's codes
     seed      [n] int64         the request's seed
     carry     [n] float32       what the survivor's `Scored.carry` was; None at step 1
@@ -66,6 +67,7 @@ class StepInputs(NamedTuple):
     request: Tensor | None = None
     order: Tensor | None = None
     widths: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
     prefix: Tensor | None = None
     seed: Tensor | None = None
     carry: Tensor | None = None

@@ -15,6 +15,7 @@ from app.policies.groups import Group
 from app.policies.lower import INF, Frame, Lowered, tensor_of
 from app.policies.operators import Operator
 from app.policies.plan import Normalize, Scored, StepInputs
+from app.policies.quota import LOOK, Quota, quota
 
 Value = Lowered | np.float32
 
@@ -255,8 +256,8 @@ def _count(bad: Tensor, broken: Tensor | None) -> Tensor:
 
 def _choose(parts: Parts, inputs: StepInputs, frame: Frame, scored: Scored) -> Scored:
     """Prune, quota and select, as ranks."""
-    if inputs.request is None or inputs.order is None or not inputs.widths:
-        raise Fault("StepInputs lacks request, order or widths")
+    if inputs.request is None or inputs.order is None or not inputs.widths or not inputs.rows:
+        raise Fault("StepInputs lacks request, order, widths or rows")
     field = choose.Field.of(inputs)
     rank, carry = scored.rank, None
     if parts.select.name == "stochastic":
@@ -284,12 +285,14 @@ def _choose(parts: Parts, inputs: StepInputs, frame: Frame, scored: Scored) -> S
 
 
 def _quota(parts: Parts, inputs: StepInputs, frame: Frame, rank: Tensor, field: choose.Field) -> Tensor:
-    def of(one: Limit) -> choose.Quota:
-        return choose.Quota(one.limit, one.group.number(inputs, frame.known))
+    def of(one: Limit) -> Quota:
+        group = one.group
+        number = group.number(inputs, frame.known)
+        return Quota(one.limit, number, group.values, nested=group.nested, once=group.once)
 
     inner_first = sorted(parts.caps, key=lambda one: -(one.group.depth or 0))
     caps, floors = [of(one) for one in inner_first], [of(one) for one in parts.floors]
-    return choose.quota(rank, field, caps, floors, cut=_nested(parts))
+    return quota(rank, field, caps, floors, cut=_nested(parts))
 
 
 def _nested(parts: Parts) -> bool:
@@ -302,8 +305,7 @@ def cuts(parts: Parts) -> str:
     if parts.caps or parts.floors:
         if _nested(parts):
             return "rows to their best K: every group of the quota is a union of rows"
-        heads = ", ".join(f"{times} K" for times in choose.HEADS)
-        return f"none: groups of the quota cross rows; the best {heads} of a request are looked at, then all"
+        return f"none: groups of the quota cross rows; {LOOK} K of a request a look, without groups that are full then"
     return {
         "explore": "rows to their best K by rank, and again by rank with noise",
         "diverse": "rows to their best K, once and unpenalised, for all groups",

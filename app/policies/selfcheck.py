@@ -223,6 +223,7 @@ def _inputs(plan: Plan, program: StepProgram, grid: Grid, probes: list[Grid]) ->
         request=torch.arange(len(probes)).repeat_interleave(torch.tensor([len(one.parent) for one in probes])),
         order=torch.from_numpy(grid.order),
         widths=tuple(one.width for one in probes),
+        rows=tuple(len(one.parent) for one in probes),
         prefix=torch.from_numpy(grid.prefix),
         seed=torch.full((n,), SEED),
         carry=None if grid.carry is None else torch.from_numpy(grid.carry),

@@ -244,6 +244,7 @@ def inputs_of(grid: Grid, plan: Plan, program: StepProgram, seed: int) -> StepIn
         request=torch.zeros(n, dtype=torch.int64),
         order=torch.from_numpy(grid.order),
         widths=(grid.width,),
+        rows=(n,),
         prefix=torch.from_numpy(grid.prefix),
         seed=torch.full((n,), seed),
         carry=None if grid.carry is None else torch.from_numpy(grid.carry),

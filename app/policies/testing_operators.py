@@ -153,7 +153,8 @@ def _computed(operator: Operator, one: _Trial, device: str) -> Bools:
 
 def _field(one: _Trial, device: str) -> Field:
     request, order, code = (torch.from_numpy(part).to(device) for part in (one.request, one.order, one.code))
-    return Field(request, order, code, torch.tensor(one.widths, device=device), one.widths, one.size)
+    k, rows = torch.tensor(one.widths, device=device), tuple(np.bincount(one.request).tolist())
+    return Field(request, order, code, k, one.widths, one.size, rows)
 
 
 def _defined(operator: Operator, one: _Trial) -> Bools:

@@ -340,6 +340,7 @@ class Selection:
             request=placed(segment.row_start, self._device).number if grouped else None,
             order=_take(state.order, rows) if grouped else None,
             widths=tuple(self._jobs[one].plan.widths[t - 1] for one in segment.requests) if grouped else (),
+            rows=tuple(np.diff(segment.row_start).tolist()) if grouped else (),
             prefix=_take(state.sids, rows) if "prefix" in uses else None,
             seed=self._seed.index_select(0, request) if "seed" in uses else None,
             carry=torch.cat([self._carry[one] for one in segment.requests]) if "carry" in uses and t > 1 else None,

@@ -144,6 +144,7 @@ def run_batch(plan: Plan, t: int, cases: Sequence[Case]) -> list[Chosen]:
         request=per_row(list(range(len(grids))), torch.int64) if "request" in program.uses else None,
         order=joined([grid.order for grid in grids]) if "request" in program.uses else None,
         widths=tuple(grid.width for grid in grids) if "request" in program.uses else (),
+        rows=tuple(len(grid.parent) for grid in grids) if "request" in program.uses else (),
         prefix=joined([grid.prefix for grid in grids]) if "prefix" in program.uses else None,
         seed=per_row([one.seed for one in cases], torch.int64) if "seed" in program.uses else None,
         carry=carry if "carry" in program.uses else None,

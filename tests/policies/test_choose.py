@@ -94,7 +94,7 @@ def test_survivors_are_those_of_the_sequential_scan(name):
 
 @pytest.mark.parametrize("name", [name for name in PLANS if any(word in name for word in ("cap", "floor", "explore"))])
 def test_candidates_that_are_out_may_stay_in_the_line_as_they_do_on_a_gpu(name, monkeypatch):
-    monkeypatch.setattr(choose, "_waiting_is_free", lambda _: False)
+    monkeypatch.setattr(choose, "waiting_is_free", lambda _: False)
     rng = np.random.default_rng(len(name))
     for trial in range(12):
         given = cases(rng, name, 2 + trial % 2)
@@ -109,7 +109,7 @@ STOCHASTIC = policy("select: stochastic()", normalize="valid")
 @pytest.mark.parametrize("free", [True, False])
 @pytest.mark.parametrize("t", [1, 2, 3])
 def test_diverse_groups_are_those_of_the_sequential_scan(t, free, monkeypatch):
-    monkeypatch.setattr(choose, "_waiting_is_free", lambda _: free)
+    monkeypatch.setattr(choose, "waiting_is_free", lambda _: free)
     rng = np.random.default_rng(t)
     for _ in range(TRIALS):
         c = int(rng.integers(2, 8))

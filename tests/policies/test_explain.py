@@ -61,7 +61,10 @@ def test_the_data_says_the_same_as_the_text():
         ("select: explore(share=0.1)", "rows to their best K by rank, and again by rank with noise"),
         ("select: diverse(groups=2, penalty=1)", "rows to their best K, once and unpenalised, for all groups"),
         ("quota: ['cap(prefix[1], 3)']", "rows to their best K: every group of the quota is a union of rows"),
-        ("quota: ['cap(token[3], 3)']", "none: groups of the quota cross rows; the best 4 K, 32 K of a request"),
+        (
+            "quota: ['cap(token[3], 3)']",
+            "none: groups of the quota cross rows; 4 K of a request a look, without groups that are full then",
+        ),
     ],
 )
 def test_what_is_cut_from_the_rows_is_said_for_each_way_to_select(phase, cut):

@@ -71,6 +71,7 @@ def step_inputs(plan: Plan, rng: np.random.Generator, c: int, f: int) -> StepInp
         request=torch.zeros(rows, dtype=torch.int64),
         order=torch.from_numpy(grid.order),
         widths=(grid.width,),
+        rows=(len(grid.parent),),
         prefix=torch.from_numpy(grid.prefix),
         seed=torch.full((rows,), whole.seed),
         carry=torch.from_numpy(grid.carry),

@@ -8,14 +8,17 @@ import torch
 
 from app.ops.selection import select_top
 from app.policies import choose
-from app.policies.choose import Field, Quota, line, quota
+from app.policies.choose import Field, line
+from app.policies.quota import Quota, quota
 
 INF = float("inf")
 
 
 def field(rng: np.random.Generator, w: int, c: int, k: int) -> Field:
     order = torch.from_numpy(rng.permutation(w))
-    return Field(torch.zeros(w, dtype=torch.int64), order, torch.arange(c).repeat(w, 1), torch.tensor([k]), (k,), c)
+    return Field(
+        torch.zeros(w, dtype=torch.int64), order, torch.arange(c).repeat(w, 1), torch.tensor([k]), (k,), c, (w,)
+    )
 
 
 def ranks(rng: np.random.Generator, w: int, c: int) -> torch.Tensor:
@@ -69,7 +72,7 @@ def test_one_unpenalised_cut_of_k_serves_all_groups_and_a_cut_to_the_group_size_
         on, rank = field(rng, w, c, k), ranks(rng, w, c)
         own = torch.from_numpy(rng.integers(0, groups, w))
         penalty = torch.full((w, 1), float(rng.choice([0.0, 0.5, 3.0])))
-        wide = Field(on.request, on.order, on.code, on.k, (10**6,), c)  # never cuts
+        wide = Field(on.request, on.order, on.code, on.k, (10**6,), c, (w,))  # never cuts
         whole, _ = choose.diverse(rank, wide, penalty, groups, own)
         assert torch.equal(choose.diverse(rank, on, penalty, groups, own)[0], whole)
         wrong += not torch.equal(choose.diverse(naive(rank, k // groups), wide, penalty, groups, own)[0], whole)
@@ -83,8 +86,8 @@ def test_exploration_needs_the_best_by_rank_and_by_key():
         w, c, k = shapes(rng)
         on, rank = field(rng, w, c, k), ranks(rng, w, c)
         noise = torch.from_numpy(rng.gumbel(size=(w, c)).astype(np.float32))
-        wide = Field(on.request, on.order, on.code, on.k, (10**6,), c)
-        sizes = Field(on.request, on.order, on.code, on.k, on.widths, c)
+        wide = Field(on.request, on.order, on.code, on.k, (10**6,), c, (w,))
+        sizes = on
         whole, explored = choose.explore(rank, wide, noise, 0.0)
         assert torch.equal(choose.explore(rank, sizes, noise, 0.0)[0], whole)
         assert not explored.any()
@@ -118,29 +121,8 @@ def test_two_stages_are_one_stage_at_real_shapes(case):
     }[case]
     rank = torch.from_numpy(values.astype(np.float32))
     order = torch.from_numpy(rng.permutation(w))
-    on = Field(torch.zeros(w, dtype=torch.int64), order, torch.arange(c).repeat(w, 1), torch.tensor([k]), (k,), c)
+    on = Field(torch.zeros(w, dtype=torch.int64), order, torch.arange(c).repeat(w, 1), torch.tensor([k]), (k,), c, (w,))
     best = select_top(rank, on.code, order, c, [0, w], [k])
     flat = best.parent * c + best.column
     assert torch.equal(line(rank, on, cut=True).at[:k], flat)
     assert torch.equal(line(rank, on, cut=False).at[:k], flat)
-
-
-@pytest.mark.parametrize("heads", [(), (1,), (1, 2), (4, 32)])
-def test_a_quota_across_rows_may_look_at_the_head_first(heads, monkeypatch):
-    rng = np.random.default_rng(6)
-    for _ in range(300):
-        requests = int(rng.integers(1, 4))
-        rows = [int(rng.integers(1, 4)) for _ in range(requests)]
-        w, c = sum(rows), int(rng.integers(2, 13))
-        widths = tuple(int(rng.integers(1, 6)) for _ in range(requests))
-        owner = torch.from_numpy(np.repeat(np.arange(requests), rows))
-        order = torch.cat([torch.from_numpy(rng.permutation(n)) for n in rows])
-        on = Field(owner, order, torch.arange(c).repeat(w, 1), torch.tensor(widths), widths, c)
-        rank = ranks(rng, w, c)
-        caps = [Quota(int(rng.integers(1, 3)), torch.from_numpy(rng.integers(0, 3, (w, c))))]
-        kinds = rng.integers(-1, int(rng.integers(1, 3)), (w, c))
-        floors = [Quota(int(rng.integers(1, 3)), torch.from_numpy(kinds))] if rng.random() < 0.5 else []
-        monkeypatch.setattr(choose, "HEADS", ())
-        whole = quota(rank, on, caps, floors, cut=False)
-        monkeypatch.setattr(choose, "HEADS", heads)
-        assert torch.equal(quota(rank, on, caps, floors, cut=False), whole)

@@ -11,7 +11,8 @@ import torch
 
 from app.ops.selection import select_top
 from app.policies import choose
-from app.policies.choose import Field, Quota, quota
+from app.policies.choose import Field
+from app.policies.quota import Quota, quota
 
 W, C, K = 512, 8192, 512
 KINDS = ("bfloat", "half", "equal", "one row wins", "sorted", "exactly K")
@@ -45,7 +46,7 @@ def step(request) -> tuple[torch.Tensor, np.ndarray]:
 
 
 FIELD = Field(
-    torch.zeros(W, dtype=torch.int64), torch.arange(W), torch.arange(C).expand(W, C), torch.tensor([K]), (K,), C
+    torch.zeros(W, dtype=torch.int64), torch.arange(W), torch.arange(C).expand(W, C), torch.tensor([K]), (K,), C, (W,)
 )
 PARENT, COLUMN = torch.arange(W)[:, None], torch.arange(C).expand(W, C)
 

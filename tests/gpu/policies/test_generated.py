@@ -154,7 +154,7 @@ def check(
     given = change(inputs(plan, sum(widths), codes, max(1, codes // 3), dtype=dtype))
     order = torch.cat([torch.randperm(width, device=DEVICE) for width in widths])
     number = torch.arange(len(widths), device=DEVICE).repeat_interleave(torch.tensor(widths, device=DEVICE))
-    given = given._replace(request=number, order=order, widths=tuple(keep))
+    given = given._replace(request=number, order=order, widths=tuple(keep), rows=tuple(widths))
     start = [0, *torch.tensor(widths).cumsum(0).tolist()]
     of = geometry.requests(start, keep, DEVICE)
     shape = launch.layout(codes, given.logits.element_size(), of, DEVICE)

@@ -49,6 +49,7 @@ def inputs(plan: Plan, t: int, cases: list[Case], device: str) -> tuple[StepInpu
             request=per_row(list(range(len(grids))), torch.int64),
             order=all_of("order"),
             widths=tuple(grid.width for grid in grids),
+            rows=tuple(rows),
             prefix=all_of("prefix"),
             seed=per_row([one.seed for one in cases], torch.int64),
             carry=None if grids[0].carry is None else all_of("carry"),
