@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from app.ops.gated.product import SOURCE
 
-COMPILER = shutil.which("g++")
+COMPILER = shutil.which("g++") if sys.platform == "linux" else None  # ucontext.h is glibc's
 _SECTIONS = (
     ("struct __align__(64) Map {", "// A place of the ring"),  # what cluster.h has
     ("// part:", "#define THREADS"),
