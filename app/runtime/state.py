@@ -136,6 +136,13 @@ def placed(row_start: tuple[int, ...], device: torch.device) -> Placed:
     return Placed(number, number.to(torch.int32), upload_ints(row_start, torch.int32, device))
 
 
+@lru_cache(maxsize=128)
+def _first(requests: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, sids, node (or order) and score of the first rows; nobody writes them."""
+    node = torch.zeros(requests, dtype=torch.int64, device=device)
+    return node.to(torch.int32), node.new_empty(requests, 0), node, node.to(torch.float32)
+
+
 class BatchState:
     """The rows of a batch at one step: whose they are, what they have written so far, how they rank.
 
@@ -151,10 +158,8 @@ class BatchState:
         self._device = device
         transition.open(requests, device)
         self.place(range(requests + 1))
-        self.sids = torch.zeros(requests, 0, dtype=torch.int64, device=device)
-        self._codes = self._request32.new_zeros(requests)
-        self.node = self.order = self.request.new_zeros(requests)
-        self.score = torch.zeros(requests, dtype=torch.float32, device=device)
+        self._codes, self.sids, self.node, self.score = _first(requests, device)
+        self.order = self.node
 
     @property
     def arena(self) -> Arena:

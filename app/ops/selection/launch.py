@@ -7,6 +7,7 @@ graph after one launch outside of it, which compiles.
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,39 +140,36 @@ def select(
     device, (n, codes), of_type = logits.device, logits.shape, TYPES[logits.dtype]
     logits, order = logits.contiguous(), order.contiguous()
     total, count = of.total, len(of.keep)
-    row, code, place = (torch.empty(total, dtype=torch.int64, device=device) for _ in range(3))
+    mask, parent, ranked = scores.mask, scores.parent, scores.ranked
+    chosen = torch.empty(3 * total + count, dtype=torch.int64, device=device)
+    row, code, place, n_valid = chosen.split_with_sizes([total, total, total, count])
     score = torch.empty(total, dtype=torch.float32, device=device)
-    n_valid = torch.empty(count, dtype=torch.int64, device=device)
     bad = torch.empty(n, dtype=torch.int32, device=device)
-    chunk = torch.empty(n, shape.chunks, dtype=torch.float32, device=device)
-    ends = torch.empty(n, 2, dtype=torch.float32, device=device)
-    mask, norm, parent = scores.mask, scores.norm, scores.parent
-    if norm is None:
-        norm = torch.empty(n, dtype=torch.float32, device=device)
+    # what the kernels hand each other: chunk [n, chunks], ends, lasts, floors [n, 2], largest, norm [n]
+    work = torch.empty(n * (shape.chunks + 8), dtype=torch.float32, device=device)
+    firsts = accumulate((0, shape.chunks, 2, 2, 2, 1))
+    chunk, ends, lasts, floors, largest, norm = (work.data_ptr() + 4 * n * first for first in firsts)
+    norm = norm if scores.norm is None else scores.norm.data_ptr()
     of_score = 0 if parent is None else 1 if scores.normalize == "none" else 2
-    ranked, given, definitions = scores.ranked, tuple[int, ...](), ""
-    broken = torch.empty(n if ranked else 0, dtype=torch.int32, device=device)
-    rank = torch.empty(total if ranked and ranked.wanted else 0, dtype=torch.float32, device=device)
+    given, definitions, counts = tuple[int, ...](), "", [bad.data_ptr()]
+    broken, rank = _nothing(torch.int32, device), _nothing(torch.float32, device)
     if ranked is not None:
-        of_rows = torch.empty(5, n, dtype=torch.float32, device=device)  # lasts and floors, two numbers each, largest
-        lasts, floors, largest = (of_rows[at].data_ptr() for at in (0, 2, 4))
-        own = (lasts, floors, 0 if ranked.noise is None else ranked.noise.data_ptr(), largest)
-        given = (*_given(ranked), *own, rank.data_ptr() if ranked.wanted else 0)
-        of_score, definitions = RANKED, ranked.definitions
+        broken, rank = torch.empty_like(bad), torch.empty_like(score) if ranked.wanted else rank
+        given = (*_given(ranked), lasts, floors, _address(ranked.noise), largest, _address(rank))
+        of_score, definitions, counts = RANKED, ranked.definitions, [*counts, broken.data_ptr()]
     made = defines(
         of_type, of_score, NORMS[scores.normalize], shape, mask=mask is not None, whole=whole_vectors(logits)
     )
     stride = 0 if mask is None else mask.stride(0)
-    at = [0 if one is None else one.data_ptr() for one in (logits, mask, chunk, ends, norm, parent, order)]
+    at = (logits.data_ptr(), _address(mask), chunk, ends, norm, _address(parent), order.data_ptr())
     if n:
         scan = _kernel("scan" if ranked is None else "rank_scan", device, made.scan, definitions)
-        counts = (bad.data_ptr(),) if ranked is None else (bad.data_ptr(), broken.data_ptr())
         scan.launch(n, 128, at[0], at[1], at[5], *at[2:5], *counts, codes, stride, shape.chunks, *given)
     outputs = (row, code, place, score, n_valid, ancestry_out)
     depth = 0 if ancestry is None else ancestry.shape[1]
     operands = (
-        *at, *(one.data_ptr() for one in of[:3]), 0 if ancestry is None else ancestry.data_ptr(),
-        *(0 if one is None else one.data_ptr() for one in outputs), depth, codes, stride, shape.chunks, *given,
+        *at, *(one.data_ptr() for one in of[:3]), _address(ancestry), *map(_address, outputs), depth, codes, stride,
+        shape.chunks, *given,
     )  # fmt: skip
     if count:
         tail = _kernel("tail", device, made.tail, definitions, shape.memory)
@@ -184,6 +182,15 @@ def _kernel(name: str, device: torch.device, define: dict[str, Any], definitions
     if not definitions:
         return cuda.load(SOURCE, name, device, memory=memory, **define)
     return cuda.entry(Build.of(SOURCE, **define)._replace(given=definitions), name, device, memory=memory)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _given(ranked: Ranked) -> tuple[int, ...]:

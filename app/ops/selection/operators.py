@@ -2,12 +2,14 @@
 torch.compile see one operator where a device has its own way to compute it.
 
 On a CPU it is the definition (`reference.py`); on an NVIDIA GPU `chunk.cu`, one read of what is selected from, and
-`radix.cu` where that does not fit.
+`radix.cu` where that does not fit. The functions here go there at once, as torch's way to an operator of its own takes
+longer than a launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ def select_top(
     of = requests(row_start, keep, rank.device)
     if of.widest * rank.shape[1] >= 1 << 32 or not rank.numel():
         return reference.select_top(rank, code, order, size, row_start, keep)
-    return Selected(*torch.ops.widebeam.select_top(rank, order, *of[:3], of.widest, of.most, of.total))
+    return Selected(*_select_top(rank, order, *of[:3], of.widest, of.most, of.total))
 
 
 def select_logits(
@@ -48,11 +50,8 @@ def select_logits(
     """The best keep[r] of (logit - norm) + parent of each request under T0: `reference.select_logits`, in one read of
     the logits on a GPU (classes R and L of policy-language 2.3)."""
     of = requests(row_start, keep, logits.device)
-    return Chosen(
-        *torch.ops.widebeam.select_logits(
-            logits, mask, norm, parent, order, ancestry, *of[:3], of.widest, of.most, of.total, normalize
-        )
-    )
+    given = (logits, mask, norm, parent, order, ancestry, *of[:3], of.widest, of.most, of.total, normalize)
+    return Chosen(*_select_logits(*given))
 
 
 def one_read(logits: Tensor, row_start: Sequence[int], keep: Sequence[int]) -> bool:
@@ -91,8 +90,7 @@ def select_ranked(
         )
     scores = launch.Scores(mask, norm, parent, normalize, ranked)
     found = launch.select(logits, scores, order, of, shape, early=launch.EARLY)
-    slots = torch.empty(of.total, 0, dtype=torch.int32, device=logits.device)
-    return Chosen(*found[:5], found.bad, slots), found.broken, found.rank
+    return Chosen(*found[:5], found.bad, _no_slots(of.total, logits.device)), found.broken, found.rank
 
 
 def ranked_ready(
@@ -135,21 +133,18 @@ def _select_logits(
     shape = launch.layout(logits.shape[1], logits.element_size(), of, logits.device)
     if shape is None:
         raise ValueError(f"select_logits: {widest} rows of {logits.shape[1]} codes and {most} survivors do not fit")
-    depth = 0 if ancestry is None else ancestry.shape[1] + 1
-    slots = torch.empty(total, depth, dtype=torch.int32, device=logits.device)
-    line = None if ancestry is None else ancestry.contiguous()
-    scores = launch.Scores(mask, norm, parent, normalize)
-    found = launch.select(
-        logits,
-        scores,
-        order,
-        of,
-        shape,
-        ancestry=line,
-        ancestry_out=None if line is None else slots,
-        early=launch.EARLY,
-    )
+    slots, line = _no_slots(total, logits.device), None
+    if ancestry is not None:
+        slots, line = slots.new_empty(total, ancestry.shape[1] + 1), ancestry.contiguous()
+    scores, into = launch.Scores(mask, norm, parent, normalize), None if line is None else slots
+    found = launch.select(logits, scores, order, of, shape, ancestry=line, ancestry_out=into, early=launch.EARLY)
     return (*found[:5], found.bad, slots)
+
+
+@lru_cache(maxsize=1024)
+def _no_slots(survivors: int, device: torch.device) -> Tensor:
+    """Their ancestry where none was given."""
+    return torch.empty(survivors, 0, dtype=torch.int32, device=device)
 
 
 def _shapes_of_top(
