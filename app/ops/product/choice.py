@@ -165,12 +165,12 @@ class Bench:
 
     def ways(self, algorithms: Sequence[Algorithm] | None = None) -> list[Way]:
         """torch's own, then those of some algorithms (of all that the heuristics name) that give what it gives."""
-        if algorithms is None:
-            named = [one for most in WORKSPACES for one in self._product.algorithms(most)]
-            algorithms = tuple(dict.fromkeys(named))
-        begin = self._outs[0].clone()
-        torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            torch.cuda.synchronize(self._device)
+            if algorithms is None:
+                named = [one for most in WORKSPACES for one in self._product.algorithms(most)]
+                algorithms = tuple(dict.fromkeys(named))
+            begin = self._outs[0].clone()
             self._multiply(None, 0)
             expected = self._ends()
             good = [None, *(one for one in algorithms if self._right(one, begin, expected))]

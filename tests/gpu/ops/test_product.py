@@ -54,13 +54,16 @@ class Operands:
         (n, k), m = self.x.shape, self.weight.shape[0]
         return Shape(0, dtype, n, m, k, k, k, self.out.stride(0))
 
-    def check(self, onto):
-        """The sum is exact up to the rounding of out, in 8 bits of the tensor cores' sums too; nothing else changed."""
+    def check(self, onto, by_torch=False):
+        """The sum is exact up to the rounding of out, in 8 bits of the tensor cores' sums too; nothing else changed.
+        by_torch: it may sum parts of it in 16 bits."""
         torch.cuda.synchronize()
         exact = self.exact + self.begin[1:-1, 32:-32].double() if onto else self.exact
         step, loose = (2.0**-11 if self.out.dtype == torch.float16 else 2.0**-8), 2.0**-13
         if self.scales is not None:  # tensor cores keep 14 bits of an unfinished sum, to which they add 32 products
             step, loose = 2.0**-7, 2.0**-9 + 2.0**-12 * self.x.shape[1] / 32
+        if by_torch:
+            step, loose = 4 * step, loose + 2.0**-6
         apart = (self.out.double() - exact).abs()
         assert bool((apart <= step * exact.abs() + loose).all()), float((apart - step * exact.abs()).max())
         self.out.copy_(self.begin[1:-1, 32:-32])
@@ -130,7 +133,7 @@ def test_what_was_chosen_multiplies_from_its_rows_on_and_torch_below_them(table,
             else:
                 product_into(given.out, given.x, given.weight)
             assert table.launched == before + chosen
-            given.check(onto)
+            given.check(onto, by_torch=not chosen)
     if dtype != EIGHT:
         given = Operands(4096, m, k, dtype)
         given.out.copy_(product(given.x, given.weight))
@@ -143,7 +146,7 @@ def test_operands_that_an_algorithm_does_not_take_are_torchs(table):
     apart = torch.zeros(2048, 900, dtype=torch.bfloat16, device=DEVICE)  # rows on 8 bytes
     apart[:, 2:898] = given.x
     product_into(given.out, apart[:, 2:898], given.weight)
-    given.check(onto=False)
+    given.check(onto=False, by_torch=True)
     assert table.launched == 0
 
 
@@ -251,7 +254,10 @@ def test_a_choice_is_measured_once_and_then_multiplies(table):
 
 
 def test_a_norm_behind_a_sum_in_8_bits_is_the_same_by_one_product(table):
-    given, norm = Operands(4096, 896, 896, EIGHT), RMSNorm(896, 1e-6, device=DEVICE, dtype=torch.bfloat16)
+    given, norm = (
+        Operands(4096, 896, 896, EIGHT),
+        RMSNorm(896, 1e-6, device=DEVICE, dtype=torch.bfloat16).requires_grad_(False),
+    )
     weight = Quantised(given.weight, given.scales.weight)
     rows = QuantisedRows(fp8.EightBits(given.x, given.scales.x))
     x = given.out.clone()
@@ -270,8 +276,4 @@ def test_a_norm_behind_a_sum_in_8_bits_is_the_same_by_one_product(table):
 def test_the_ways_of_torch_give_the_product_too(dtype, onto):
     given = Operands(1030, 896, 896, dtype)
     reference.multiply(given.out, given.x, given.weight, given.scales, onto=onto)
-    if dtype == EIGHT and onto:  # rounded twice
-        apart = (given.out.double() - given.exact - given.begin[1:-1, 32:-32].double()).abs()
-        assert float(apart.max()) < 0.1
-        return
-    given.check(onto)
+    given.check(onto, by_torch=True)
