@@ -8,7 +8,9 @@ of them a row), over 32 x 512 rows. Medians of graph replays over input sets tha
 product    one matrix alone: rows in bfloat16, with the residual added (`addmm`), rows that are in 8 bits already
 rows       what makes the rows of a product: gate and norm in bfloat16, in 8 bits in two kernels, and in one; gate and
            up in bfloat16 as a product and the gate, and together
-layer      all products and rows of a decoder block without its attention, as the family computes them
+choice     what a server would choose for such a block and a head in the place of torch's algorithms
+layer      all products and rows of a decoder block without its attention, as the family computes them, by what was
+           chosen
 experts    a mixture part by part, against torch's operators for it, and the dense product of as many FLOP
 mixture    all of it, with its router and its shared expert
 """
@@ -33,6 +35,7 @@ from app.engine.moe import Mixture, Routing
 from app.ops import fp8, grouped
 from app.ops.gated import gated, gated_product
 from app.ops.grouped import reference
+from app.ops.product import choose, product
 from bench._graph_time import graph_time
 from bench._report import commit
 
@@ -152,6 +155,13 @@ class Dense(nn.Module):
         return self.feed.onto(x, self.own.after(x, q, third, self.feed.entry))
 
 
+def choices() -> Iterator[Row]:
+    """Whether and by how much another algorithm is quicker."""
+    blocks, x, head = [Dense(eight=eight) for eight in (False, True)], normal(ROWS, D), normal(8192, D) * D**-0.5
+    for number, one in enumerate(choose([*(lambda b=b: b(x) for b in blocks), lambda: product(x, head)])):
+        yield {"choice": number, **one.document()}
+
+
 def layers() -> Iterator[Row]:
     """A block in bfloat16 and in 8 bits."""
     flop = 2 * ROWS * (6 * D * D + 3 * D * FFN)
@@ -245,7 +255,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(1)
     tables: dict[str, list[Row]] = {}
-    parts = {"experts": experts, "mixtures": mixtures, "products": products, "rows": rows, "layers": layers}
+    parts = {
+        "experts": experts,
+        "mixtures": mixtures,
+        "products": products,
+        "rows": rows,
+        "choices": choices,
+        "layers": layers,
+    }
     for name, table in parts.items():
         tables[name] = []
         for row in table():
