@@ -48,7 +48,10 @@ SCORE = """\
 #define RANK_SCORE add(parent, logp)
 """
 BENT = f"{SCORE}#define RANK (logp > -9.f ? score : mul(value(0), score))\n"
-PROB = f"{SCORE}#define RANK sub((logp > -9.f ? score : mul(2.f, score)), mul(value(0), prob_of(logp)))\n"
+PROB = (
+    f"{SCORE}#define RANK sub((logp > -9.f ? score : mul(2.f, score)), mul(value(0), prob_of(logp)))\n"
+    "#define RANK_TELLS 1\n#define RANK_MASKED 1\n"
+)
 """As `app/policies/generate.py` writes them."""
 NAMES = ("whole", "bare", "bent", "prob", "program", "ranks", "radix", "bitonic", "topk", "torch")
 IN_FLOAT32 = frozenset({"ranks", "radix", "bitonic"})

@@ -18,6 +18,7 @@ from app.ops.selection import MOST_COLUMNS
 from app.policies.check_types import constant
 from app.policies.expr import Binary, Call, Compare, Expr, Field, Logic, Name, Negate, Not, OneOf, Text, show
 from app.policies.generated import Generated
+from app.policies.infinities import told
 from app.policies.lower import MAX_PRODUCT, Scope, lower_condition, lower_number
 
 FLOORS = {"min_p": "add(best, {})", "epsilon": "{}"}
@@ -75,6 +76,9 @@ def generate(
         return f"it reads {len(text.columns)} numbers of a candidate, and kernels {MOST_COLUMNS}"
     lines += [f"#define RANK_VALUES {len(text.values)}", f"#define RANK_COLUMNS {len(text.columns)}"]
     lines += [f"#define {DRAWN[name]} 1" for name in text.drawn]
+    if not text.drawn:
+        facts = told(score, rank, scope, normalized=normalized)
+        lines += ["#define RANK_TELLS 1"] * facts.score + ["#define RANK_MASKED 1"] * facts.masked
     made = "\n".join(lines) + "\n"
     return Generated(made, tuple(text.values), tuple(text.columns), noisy=bool(text.drawn), carries=stochastic)
 

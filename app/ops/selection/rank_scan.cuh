@@ -266,9 +266,13 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
                 for (int i = 0; i < RANK_COLUMNS; i++) in[i] = own_[i][k];
                 const float logit = element(x, k), y = changed(given, logit, row);
                 compute(given, y, less, own, row, e + k, in, score, rank);
-                const bool stay = logit > NEG && stays(floor, y, less, e + k);
+#ifdef RANK_MASKED
+                const bool stay = stays(floor, y, less, e + k);
+#else
+                const bool stay = !(y <= NEG) && stays(floor, y, less, e + k);
+#endif
                 most = larger(most, stay ? rank : NEG);
-#if defined RANK || defined RANK_LOGIT
+#if (defined RANK || defined RANK_LOGIT) && !defined RANK_TELLS
                 worst = larger(worst, stay ? size_of(score) : 0.f);
 #endif
             }

@@ -12,6 +12,10 @@
 //     RANK_GUMBEL, RANK_UNIFORM  1: RANK or RANK_DRAWN reads `gumbel`, `uniform`: a candidate's own noise (noise.cuh)
 //     RANK_DRAWN    of what RANK is otherwise of: RANK is then of `drawn`, with which it never falls, of the largest of
 //                   the row, `top`, and of values
+//     RANK_TELLS    1: a NaN or +inf of the score or the changed logit makes a rank of NaN or +inf, a score of -inf a rank
+//                   that is no finite number: who looks at ranks need not look at scores
+//     RANK_MASKED   1: and a logit of -inf makes a rank that is no finite number, -inf but for NaN among the row's values:
+//                   who is masked need not be told from the others. Both are of expressions that draw nothing
 //
 // One rounding an operation, in the written order, as torch computes them one by one.
 #if SCORE == 3
@@ -40,6 +44,14 @@
 #define RANK_FLOOR log_64(value(0))
 #define RANK_MOST 100.f
 #define RANK_SCORE add(parent, mul(logp, value(0)))
+#elif EXAMPLE == 4
+#define RANK_VALUES 1
+#define RANK_COLUMNS 0
+#define RANK_NORMED 1
+#define RANK_SCORE add(parent, logp)
+#define RANK sub((logp > -9.f ? score : mul(2.f, score)), mul(value(0), prob_of(logp)))
+#define RANK_TELLS 1
+#define RANK_MASKED 1
 #else
 #define RANK_VALUES 2
 #define RANK_COLUMNS 1
@@ -235,6 +247,24 @@ __device__ __forceinline__ Rank rank_of(
     one.rank = settled(given, one.rank, row, floor.top);
     return one;
 }
+
+#ifdef RANK_MASKED
+// The rank of the candidate `e` of a row, by its logit as it is read: NaN, +inf or -inf where it may not be selected, but
+// for what is not legal.
+__device__ __forceinline__ float seen_of(
+    const Given& given, float logit, float norm, float parent, i64 row, int e, bool legal, const Floor& floor) {
+#ifdef RANK_LOGIT  // which may make anything of NaN and +inf
+    logit = sane(logit);
+#endif
+    const float y = changed(given, logit, row);
+    float own[MOST_COLUMNS], score, rank;
+#pragma unroll
+    for (int i = 0; i < RANK_COLUMNS; i++)
+        own[i] = legal ? __ldg(given.columns[i] + row * given.strides[i] + e) : 0.f;
+    compute(given, y, norm, parent, row, e, own, score, rank);
+    return stays(floor, y, norm, e) ? rank : NEG;
+}
+#endif
 
 // `element`, where k is not known to the compiler: no array is indexed by it.
 __device__ __forceinline__ float element_at(const uint4& x, int k) {

@@ -222,7 +222,9 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(1024, 1)
 #pragma unroll
             for (int k = 0; k < V; k++) {
                 float f = element(x[u], k);
-#if SCORE == 3
+#if SCORE == 3 && defined RANK_MASKED
+                f = seen_of(o.given, f, norm_, parent_, row, e + k, legal[u] >> k & 1u, floor);
+#elif SCORE == 3
                 f = rank_of(o.given, sane(f), norm_, parent_, row, e + k, legal[u] >> k & 1u, floor).rank;
 #endif
                 if (f >= bound[u] && f <= LARGEST) bits |= (legal[u] >> k & 1u) << (u * V + k);

@@ -32,6 +32,7 @@ EXACT = {
     "of rows": policy(
         'score: parent + logp * where(ctx.country == "BR", param.p, 1)', "rank: 0 - score", normalize="full"
     ),
+    "unlikely": policy("rank: where(logp > -9, score, 2 * score) - user.age / 100", normalize="full"),
     "likely": policy("keep:", "  - min_p(param.p)", normalize="full"),
     "likely enough": policy("keep:", "  - epsilon(0.02)", "  - min_p(0.2)", "rank: score - attr.age", normalize="full"),
     "some": policy("keep:", "  - top_k(100)", "rank: 0 - score", normalize="full"),
@@ -135,6 +136,13 @@ def level(given: StepInputs) -> StepInputs:
     """Rows whose logits are equal, and some of them less."""
     logits = torch.where(given.logits > 1, 1, torch.where(given.logits > -INF, -0.0, -INF))
     return given._replace(logits=logits.to(given.logits.dtype))
+
+
+def far(given: StepInputs) -> StepInputs:
+    """Logits and parents of which sums overflow."""
+    logits = torch.where(given.logits > 3, 3e38, torch.where(given.logits < -3, -3e38, given.logits.float()))
+    parent = torch.where(given.parent > 1, 3e38, torch.where(given.parent < -0.8, -3e38, given.parent))
+    return given._replace(logits=logits, parent=torch.where(given.parent > -INF, parent, given.parent))
 
 
 def none(given: StepInputs) -> StepInputs:
@@ -284,6 +292,14 @@ def test_numbers_are_those_of_a_cpu_to_the_bit() -> None:
 def test_ranks_are_close_to_those_of_the_program(name: str) -> None:
     check(CLOSE[name], [128] * 3, 8192, [128] * 3, exact=False)
     check(CLOSE[name], [1, 70, 0, 30, 7], 1000, [50, 128, 0, 300, 1], exact=False)
+
+
+@pytest.mark.parametrize("name", ["unlikely", "bent", "weighted", "of rows", "columns"])
+def test_scores_that_overflow_are_refused_as_the_program_refuses_them(name: str) -> None:
+    check(EXACT[name], [60] * 2, 2050, [128] * 2, exact=True, normalize="given", dtype=torch.float32, change=far)
+    check(
+        EXACT[name], [1, 9, 0, 3], 300, [50, 40, 0, 30], exact=True, normalize="given", dtype=torch.float32, change=far
+    )
 
 
 def test_large_vocabularies_and_many_survivors() -> None:
