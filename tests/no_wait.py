@@ -19,7 +19,8 @@ INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, a
 
 
 class NoWait(TorchDispatchMode):
-    """Fails at the first of them. `repeat_interleave` with its size, and indices that are numbers, are no waits."""
+    """Fails at the first of them, and at copies to the host. `repeat_interleave` with its size, and indices that are
+    numbers, are no waits."""
 
     def __init__(self, *, on: bool = True) -> None:
         super().__init__()
@@ -33,6 +34,8 @@ class NoWait(TorchDispatchMode):
         waits = func in READ and given.get("output_size") is None
         if func in INDEXED:
             waits = any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+        if func is aten._to_copy.default:
+            waits = given.get("device") == torch.device("cpu") and args[0].device.type != "cpu"
         if waits and self._on:
             raise AssertionError(f"{func} waits for the device")
         return func(*args, **given)

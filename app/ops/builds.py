@@ -19,7 +19,7 @@ from app.ops.attention import launch as attention
 from app.ops.cuda import Build, files
 from app.ops.gated import product as gated
 from app.ops.gdn import launch as gdn
-from app.ops.selection.geometry import STATIC, Geometry, candidates, first_cluster, fitted
+from app.ops.selection.geometry import DEEPEST, STATIC, Geometry, candidates, first_cluster, fitted
 from app.ops.selection.launch import NORMS, SOURCE, TYPES, defines, ranked_builds
 
 _OPS: Final = Path(__file__).parent
@@ -126,7 +126,8 @@ def _selection(needs: Needs, gpu: Gpu) -> Iterator[Build]:
         for shape in _shapes(needs, codes, needs.dtype.itemsize, gpu):
             for (score, norm), mask in product(scored, (False, True)):
                 yield from _built(kind, score, norm, shape, mask=mask, whole=whole)
-    for shape, whole in product(_shapes(needs, max(needs.sizes), 4, gpu), (False, True)):
+    deepest = _shapes(needs, max(needs.sizes), 4, gpu, most=max(needs.width, DEEPEST))
+    for shape, whole in product(deepest, (False, True)):
         yield from _built(TYPES[torch.float32], 0, 0, shape, mask=False, whole=whole)
 
 
@@ -146,14 +147,15 @@ def _built(kind: int, score: int, norm: int, shape: Geometry, *, mask: bool, who
         yield Build.of(SOURCE, **define)
 
 
-def _shapes(needs: Needs, codes: int, itemsize: int, gpu: Gpu) -> Iterator[Geometry]:
-    """The layouts that `geometry` can give for at most `codes` columns, rows and survivors of at most `width`, and any
-    number of requests. A layout that fits the largest fits all: those behind it in the order are never asked."""
+def _shapes(needs: Needs, codes: int, itemsize: int, gpu: Gpu, most: int = 0) -> Iterator[Geometry]:
+    """The layouts that `geometry` can give for at most `codes` columns, rows of at most `width`, as many survivors or
+    `most`, and any number of requests. A layout that fits the largest fits all: those behind it in the order are never
+    asked."""
     firsts = {first_cluster(count, clusters=gpu.clusters) for count in range(1, needs.batch + 1)}
     for first in sorted(firsts):
         for shape in candidates(codes, itemsize, first, small=True, clusters=gpu.clusters):
             yield shape
-            if not shape.small and fitted(shape, needs.width, needs.width, gpu.block - STATIC) is not None:
+            if not shape.small and fitted(shape, needs.width, most or needs.width, gpu.block - STATIC) is not None:
                 break
 
 

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from app.ops.selection import select_top
+from app.ops.selection.geometry import DEEPEST
 from app.policies import choose
 from app.policies.choose import INF, Field, Line
 
 LOOK = 4
-"""How many times K candidates of a request one look takes."""
-MOST = 4096
-"""Candidates that a look takes at most, if K is not more: the kernels have room for so many on every GPU."""
+"""How many times K candidates of a request one look takes, DEEPEST at most."""
 LINE = 20
 """What it costs to lay a candidate in a line, beside one look at it: a line is sorted several times. Decides which of
 the two ways is taken, never what comes out."""
@@ -78,7 +77,7 @@ def quota(rank: Tensor, field: Field, caps: Sequence[Quota], floors: Sequence[Qu
 
 def depth(width: int) -> int:
     """Candidates of a request of K = width that a look takes."""
-    return max(width, min(LOOK * width, MOST))
+    return max(width, min(LOOK * width, DEEPEST))
 
 
 def head(rank: Tensor, field: Field) -> Line:

@@ -20,6 +20,7 @@ from app.ops.gdn import around
 from app.ops.gdn import launch as gdn_launch
 from app.ops.norm import operators as norm
 from app.ops.selection import launch, radix
+from app.ops.selection.geometry import DEEPEST
 from app.ops.selection.geometry import requests as requests_of
 
 SIZES, WIDTH, BATCH = (64, 300, 8192), 512, 48
@@ -126,7 +127,7 @@ def test_ranks_by_expressions_ask_for_what_their_policy_added(
     arch=st.sampled_from(sorted(GPUS)),
     requests=st.integers(1, BATCH),
     widest=st.integers(1, WIDTH),
-    keep=st.integers(1, WIDTH),
+    keep=st.one_of(st.integers(1, WIDTH), st.integers(1, DEEPEST)),
     columns=st.integers(1, max(SIZES)),
 )
 def test_selection_from_ranks_asks_for_nothing_else_whatever_the_number_of_candidates(

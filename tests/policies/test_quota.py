@@ -57,14 +57,15 @@ def steps(draw: st.DrawFn) -> Step:
     def limit(most: int = 5) -> int:
         return int(rng.integers(1, most + 1))
 
-    kind = draw(st.sampled_from(["code", "any", "some", "row", "none"]))
+    kind = draw(st.sampled_from(["code", "any", "blocks", "some", "row", "none"]))
     if kind == "code":
         caps = [Quota(limit(), code, c if rng.random() < 0.5 else None, once=True)]
     elif kind == "some":
         caps = [Quota(limit(), number(rng, (w, c), 1, outside=True), 1)]
-    elif kind == "any":
-        inner = number(rng, (w, c), 6)
-        caps = [Quota(limit(), inner), Quota(limit(8), inner // 2, 3)][: int(rng.integers(1, 3))]
+    elif kind in ("any", "blocks"):  # of neighbours, so that a look finds little else where ranks are sorted
+        blocks = torch.arange(w * c).view(w, c) // int(rng.integers(2, 9))
+        inner = number(rng, (w, c), 6) if kind == "any" else blocks
+        caps = [Quota(limit(), inner), Quota(limit(8), inner // 2, w * c)][: int(rng.integers(1, 3))]
     elif kind == "row":
         caps = [Quota(limit(), order[:, None], nested=True), Quota(limit(8), order[:, None] // 2, nested=True)]
     else:
@@ -138,7 +139,7 @@ def test_a_cap_that_fills_one_group_a_look_needs_as_many_looks_as_it_says(monkey
     looks = []
     right = module.head
     monkeypatch.setattr(module, "head", lambda *given: looks.append(1) or right(*given))
-    w, c, k = 6, 8, 6
+    w, c, k = 6, 20, 6
     field = Field(
         torch.zeros(w).long(), torch.arange(w), torch.arange(c).repeat(w, 1), torch.tensor([k]), (k,), c, (w,)
     )

@@ -16,6 +16,9 @@ MOST = 1024
 """Candidates of one bin that `tail` ranks by comparing each with each (`MOST` of chunk.cu)."""
 STATIC = 26 * 1024
 """Bytes of shared memory that the kernels hold beside what the geometry asks for."""
+DEEPEST = 4096
+"""What may be asked of a request's ranks, whatever its width: more than K, by a quota. Kernels for that are made
+beforehand."""
 ROOM = 8192
 """Candidates a block of `tail` has room for, where memory allows."""
 CLUSTERS = ((8, 8), (6, 16), (3, 44), (2, 66))

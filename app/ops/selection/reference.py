@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from app.ops.upload import upload_ints
+
 CUT = 2
 """A row is cut before the request is where that drops more than half of it; a smaller cut costs more than it saves."""
 LOWEST = -0x7F800000 << 32
@@ -100,7 +102,7 @@ def select_top(
         into = _ranges([out_start[request] for request in requests], kept, device)
         first = [row_start[request] for request in requests]
         own = packed[_ranges(first, width, device)]
-        parent[into], column[into], n_valid[torch.tensor(requests, device=device)] = _rectangle(own, first, kept)
+        parent[into], column[into], n_valid[upload_ints(requests, torch.int64, device)] = _rectangle(own, first, kept)
         place[into] = torch.arange(kept, device=device)
     return Selected(parent, column, place, n_valid)
 
@@ -149,7 +151,7 @@ def select_logits(
 
 def _ranges(first: Sequence[int], length: int, device: torch.device) -> Tensor:
     """[G, length] int64: first[g], first[g] + 1, .."""
-    return torch.tensor(first, dtype=torch.int64, device=device).unsqueeze(1) + torch.arange(length, device=device)
+    return upload_ints(first, torch.int64, device).unsqueeze(1) + torch.arange(length, device=device)
 
 
 def _distinct(rank: Tensor, first: Sequence[int], width: int, kept: int) -> Selected | None:
@@ -187,7 +189,7 @@ def _rectangle(packed: Tensor, first: Sequence[int], kept: int) -> tuple[Tensor,
     row = index.div(max(1, per_row), rounding_mode="floor")
     column = index - row * per_row if cut is None else cut.reshape(requests, width * per_row).gather(1, index)
     dead = best < LOWEST
-    row = (row + torch.tensor(first, device=row.device).unsqueeze(1)).masked_fill_(dead, -1)
+    row = (row + upload_ints(first, torch.int64, row.device).unsqueeze(1)).masked_fill_(dead, -1)
     column = column.masked_fill_(dead, -1)
     if found < kept:
         padding = (0, kept - found)
