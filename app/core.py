@@ -98,10 +98,12 @@ class Ragged(NamedTuple):
 
     values  [T, *shape]
     start   [R + 1] int32; request r owns values[start[r]:start[r + 1]]
+    counts  how many those are, on the host: nobody waits for them; () where only the device knows
     """
 
     values: Tensor
     start: Tensor
+    counts: tuple[int, ...] = ()
 
 
 Contexts = Mapping[str, Ragged]

@@ -20,5 +20,5 @@ def batch_inputs(specs: Sequence[InputSpec], inputs: Sequence[Inputs], device: t
         counts = [len(given[spec.name]) if spec.name in given else 0 for given in inputs]
         start = upload(torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32)), device)
         flat = torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, *spec.shape)
-        batch[spec.name] = Ragged(upload(flat.to(spec.dtype), device), start)
+        batch[spec.name] = Ragged(upload(flat.to(spec.dtype), device), start, tuple(counts))
     return batch

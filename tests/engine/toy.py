@@ -55,7 +55,7 @@ class Toy(Family):
         return {"items": np.ascontiguousarray(context.codes[-self.context :])}
 
     def encode(self, contexts: Contexts, arena: Arena) -> None:
-        values, start = contexts["items"]
+        values, start, _ = contexts["items"]
         requests = torch.arange(start.shape[0] - 1, device=start.device)
         owner = torch.repeat_interleave(requests, start.diff(), output_size=values.shape[0])
         items: Tensor = sum(functional.embedding(values[:, t], table) for t, table in enumerate(self.codes))

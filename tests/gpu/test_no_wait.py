@@ -1,4 +1,4 @@
-"""Whatever the policy, a batch is launched without a wait for the GPU, and answers as it does alone."""
+"""Whatever policy and model, a batch is launched without a wait for the GPU, and answers as it does otherwise."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from app.runtime.metrics import Metrics
 from app.runtime.steps import StepLoop
 from tests import support
 from tests.gpu.alike import REPOSITORY, USERS, K, root_of
+from tests.gpu.test_graphs import token_batches
 
 COOKBOOK = REPOSITORY / "docs" / "policies" / "cookbook"
 RECIPES = [path.stem for path in sorted(COOKBOOK.glob("*.yaml")) if "head." not in path.read_text()]
@@ -122,3 +123,13 @@ def test_a_batch_is_launched_without_a_wait_by_the_kernels(world, name):
     plans = (snapshot.plan(name),)
     cuda.ready(engine_artifact.of_plans(snapshot.contract, cuda.architecture(device), plans), device)
     check(world, name)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_prompts_are_launched_without_a_wait(kind, tmp_path):
+    snapshot, batches = token_batches(kind, tmp_path, torch.device("cuda"))
+    loop = StepLoop(time.monotonic, Metrics())
+    loop.prepare(snapshot)
+    for batch in batches:
+        expected = [end.result.items.tolist() for end in loop.serve(batch)]
+        assert [end.result.items.tolist() for end in launched_without_a_wait(loop, batch.jobs)] == expected

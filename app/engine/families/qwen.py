@@ -116,7 +116,7 @@ class Qwen(TokenModel):
 
     def encode(self, contexts: Contexts, arena: Arena) -> StepOutput:
         """See `Family.encode`. Prompts lie end to end; behind the last attention only last positions are computed."""
-        tokens, start = contexts["tokens"]
+        tokens, start, _ = contexts["tokens"]
         length, count = start.diff(), start.numel() - 1
         request = torch.repeat_interleave(torch.arange(count, device=start.device), length, output_size=tokens.shape[0])
         position = torch.arange(tokens.shape[0], device=start.device) - start[request]

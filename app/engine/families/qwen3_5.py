@@ -111,12 +111,12 @@ class Qwen35(TokenModel):
 
     def encode(self, contexts: Contexts, arena: Arena) -> StepOutput:
         """See `Family.encode`. Prompts lie end to end; behind the last mixer only last positions are computed."""
-        tokens, start = contexts["tokens"]
+        tokens, start, counts = contexts["tokens"]
         length, count = start.diff(), start.numel() - 1
         request = torch.repeat_interleave(torch.arange(count, device=start.device), length, output_size=tokens.shape[0])
         position = torch.arange(tokens.shape[0], device=start.device) - start[request]
         place = request * self.positions + position
-        prompts = Prompts(start, position, place, self.angles[position], plan_chunks(start))
+        prompts = Prompts(start, position, place, self.angles[position], plan_chunks(start, counts=counts))
         arena["prompt_length"][:count] = length
         x = functional.embedding(tokens, self.embed)
         for i, block in enumerate(self._blocks()):

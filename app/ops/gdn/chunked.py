@@ -10,6 +10,7 @@ With gamma_i the product of the alphas of a chunk up to position i, D_ij = gamma
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from app.ops.graph import as_node
+from app.ops.upload import upload_ints
 
 CHUNK, CPU_CHUNK = 64, 32
 """Positions of a chunk: the work inside grows with it, the number of states in a row shrinks. On a CPU shorter ones
@@ -45,8 +47,9 @@ class Chunks(NamedTuple):
     start: Tensor
 
 
-def plan_chunks(start: Tensor, size: int | None = None) -> Chunks:
-    """start [R + 1] int: request r owns the tokens start[r]:start[r + 1] (none is allowed)."""
+def plan_chunks(start: Tensor, size: int | None = None, counts: Sequence[int] = ()) -> Chunks:
+    """start [R + 1] int: request r owns the tokens start[r]:start[r + 1] (none is allowed). counts [R]: how many those
+    are; where the host does not know, it waits for the device."""
     if torch.compiler.is_exporting():  # a graph has the cutting inside its node
         nothing = start.new_empty(0)
         return Chunks(nothing, nothing, nothing, (), nothing, start)
@@ -54,14 +57,14 @@ def plan_chunks(start: Tensor, size: int | None = None) -> Chunks:
     if size is None:
         size = CPU_CHUNK if device.type == "cpu" else CHUNK
     length = begin.diff()
-    lengths = length.tolist()
-    counts = [-(-one // size) for one in lengths]
-    active = [sum(one > i for one in counts) for i in range(max(counts, default=0))]
+    lengths = counts or length.tolist()
+    chunks = [-(-one // size) for one in lengths]
+    active = [sum(one > i for one in chunks) for i in range(max(chunks, default=0))]
     rounds = tuple(zip(accumulate(active, initial=0), active, strict=False))
-    order = sorted(range(len(counts)), key=lambda r: -counts[r])
-    ranked = torch.tensor(order, dtype=torch.int64, device=device)
+    order = sorted(range(len(chunks)), key=lambda r: -chunks[r])
+    ranked = upload_ints(order, torch.int64, device)
     rank = torch.empty_like(ranked).index_copy_(0, ranked, torch.arange(len(order), device=device))
-    first, many = torch.tensor(rounds, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
+    first, many = (upload_ints([one[at] for one in rounds], torch.int64, device) for at in (0, 1))
 
     lap = torch.repeat_interleave(many, output_size=sum(active))  # of each chunk
     owner = ranked[torch.arange(len(lap), device=device) - first[lap]].unsqueeze(1)

@@ -4,6 +4,7 @@ import torch
 from app.ops.gdn import chunked_delta_rule, plan_chunks
 from app.ops.gdn.chunked import _solved
 from app.ops.gdn.reference import delta_rule
+from tests.no_wait import NoWait
 from tests.ops.gdn.cases import Shape, tokens
 
 
@@ -52,6 +53,15 @@ def test_a_plan_cuts_every_prompt_on_its_own():
     assert plan.token.tolist() == [[3, 4, 5, 6], [0, 1, 2, 2], [7, 7, 7, 7]]
     assert plan.real.sum(1).tolist() == [4, 3, 1]
     assert plan.place.tolist() == [4, 5, 6, 0, 1, 2, 3, 8]
+
+
+@pytest.mark.parametrize("lengths", [[3, 0, 5], [0, 0], [17, 1, 64, 0, 4, 65, 130]])
+def test_a_plan_of_lengths_that_the_host_knows_waits_for_no_device(lengths):
+    start = torch.tensor([0, *lengths]).cumsum(0)
+    with NoWait():
+        plan = plan_chunks(start, 4, lengths)
+    for one, other in zip(plan, plan_chunks(start, 4), strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.parametrize("size", [8, 32, 64])
