@@ -139,6 +139,7 @@ class StaticRows:
             self._ancestry = [torch.zeros(rows, t, dtype=torch.int32, device=device) for t, rows in enumerate(most)]
             self._request = torch.zeros(max(most), dtype=torch.int32, device=device)
             self._row_start = torch.zeros(requests + 1, dtype=torch.int32, device=device)
+        self._held: tuple[Tensor, Tensor] | None = None
 
     def view(self, shape: Shape) -> Rows:
         """The rows of a graph."""
@@ -149,15 +150,19 @@ class StaticRows:
         )  # fmt: skip
 
     def fill(self, t: int, rows: Rows) -> None:
-        """Copy the rows of step t in; requests that a batch does not have get no rows."""
+        """Copy the rows of step t in; requests that a batch does not have get no rows. Whose rows they are is there
+        already where the same two tensors said so the last time: nobody writes them."""
         n, starts = rows.codes.shape[0], rows.row_start.shape[0]
-        into = [self._codes[t - 1][:n], self._request[:n], self._row_start[:starts]]
-        given = [rows.codes, rows.request, rows.row_start]
+        into, given = [self._codes[t - 1][:n]], [rows.codes]
         if t > 1:
             into.append(self._ancestry[t - 1][:n])
             given.append(rows.ancestry)
+        if self._held is None or rows.request is not self._held[0] or rows.row_start is not self._held[1]:
+            into += [self._request[:n], self._row_start[:starts]]
+            given += [rows.request, rows.row_start]
+            self._row_start[starts:].fill_(n)
         torch._foreach_copy_(into, given)
-        self._row_start[starts:].fill_(n)
+        self._held = rows.request, rows.row_start
 
 
 @dataclass(frozen=True, slots=True)

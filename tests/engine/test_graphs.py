@@ -81,6 +81,26 @@ def rows_at(t, full=True, seed=0):
     return Rows(*(x.to(torch.int32) for x in (code, request, start, own)), compact=False, full=full)
 
 
+def test_whose_rows_they_are_is_copied_when_others_say_so():
+    static, shape = StaticRows((4, 20, 20), LIMITS.batch, CPU), Shape(3, 20, full=True)
+    two, three, others = rows_at(2), rows_at(3), rows_at(3, seed=1)
+    for t, rows in ((2, two), (3, three), (3, three._replace(codes=others.codes)), (3, others), (1, rows_at(1))):
+        static.fill(t, rows)
+        held, n, starts = static.view(shape._replace(t=t)), len(rows.codes), len(rows.row_start)
+        for mine, given_ in zip(held[:4], rows[:4], strict=True):
+            assert torch.equal(mine[: len(given_)], given_)
+        assert held.row_start[starts:].tolist() == [n] * (LIMITS.batch + 1 - starts)
+    same, writes = rows_at(3), []
+    static.fill(3, same)
+    copied = torch._foreach_copy_
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", lambda into, given_: writes.append(len(into)) or copied(into, given_))
+        for _ in range(2):
+            static.fill(3, same._replace(codes=same.codes.clone(), ancestry=same.ancestry.clone()))
+        static.fill(3, same._replace(request=same.request.clone()))
+    assert writes == [2, 2, 4]
+
+
 @given(st.integers(1, 40_000), st.integers(1, 40_000))
 def test_a_bucket_holds_its_rows_and_is_an_eighth_larger_at_most(rows, most):
     rows = min(rows, most)
