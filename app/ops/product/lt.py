@@ -27,6 +27,8 @@ _TRANSPOSE_A, _A_SCALE, _B_SCALE, _FAST_SUMS, _A_SCALE_MODE, _B_SCALE_MODE = 3, 
 _WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _NOWHERE: Final = (ALIGNMENT, ALIGNMENT)
 """For who asks about scales and reads none."""
+_REFUSALS: Final = frozenset({7, 8, 15})
+"""CUBLAS_STATUS_INVALID_VALUE, _ARCH_MISMATCH, _NOT_SUPPORTED: nothing was launched."""
 _HELD: Final = 1024
 """Shapes whose descriptors are kept."""
 
@@ -67,7 +69,11 @@ class _Result(ctypes.Structure):
 
 
 class Failed(RuntimeError):
-    """cuBLASLt has refused a call."""
+    """cuBLASLt has refused a call. status: its cublasStatus_t; 0 where there was none to ask."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @cache
@@ -87,7 +93,6 @@ def opened(name: str) -> ctypes.CDLL:
     found.cublasLtGetVersion.restype = c_size_t
     pointers, size = [c_void_p], [c_size_t]
     found.cublasLtMatmul.argtypes = [*pointers * 14, *size, *pointers]
-    found.cublasLtMatmulAlgoCheck.argtypes = pointers * 8
     found.cublasLtMatmulAlgoGetHeuristic.argtypes = [*pointers * 7, c_int, *pointers * 2]
     found.cublasLtMatmulDescSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
     found.cublasLtMatmulPreferenceSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
@@ -112,7 +117,7 @@ class Product:
         self._eight = shape.dtype == torch.float8_e4m3fn
         self._lock = Lock()
         self._made: list[tuple[str, c_void_p]] = []
-        self._fits: dict[Algorithm, bool] = {}
+        self._refused: set[Algorithm] = set()
         kind, out = TYPES[shape.dtype], TYPES[torch.bfloat16 if self._eight else shape.dtype]
         self._desc = self._new("MatmulDesc", c_int(_COMPUTE_32F), c_int(_R_32F))
         self._set(_TRANSPOSE_A, c_int32(1))
@@ -147,16 +152,21 @@ class Product:
         named = [] if status else [one for one in found[: count.value] if one.state == 0]
         return [Algorithm(bytes(one.algo), int(one.workspace)) for one in named]
 
-    def fits(self, algorithm: Algorithm) -> bool:
-        """Whether an algorithm, of another number of rows perhaps, serves this shape in the memory it says."""
-        if algorithm not in self._fits:
-            found = _Result()
-            with self._scaled(_NOWHERE):
-                status = self._lib.cublasLtMatmulAlgoCheck(
-                    self._handle(), self._desc, *self._layouts, algorithm.data, byref(found)
-                )
-            self._fits[algorithm] = not status and found.workspace <= algorithm.workspace
-        return self._fits[algorithm]
+    def launched(
+        self, algorithm: Algorithm, x: int, weight: int, out: int, *, onto: bool, scales: tuple[int, int] | None = None
+    ) -> bool:
+        """`launch`, unless cuBLASLt does not take an algorithm, of another number of rows perhaps, for this shape: it
+        is not asked again then. Its own check before a launch refuses what it then computes."""
+        if algorithm in self._refused:
+            return False
+        try:
+            self.launch(algorithm, x, weight, out, onto=onto, scales=scales)
+        except Failed as error:
+            if error.status not in _REFUSALS:
+                raise
+            self._refused.add(algorithm)
+            return False
+        return True
 
     def launch(
         self, algorithm: Algorithm, x: int, weight: int, out: int, *, onto: bool, scales: tuple[int, int] | None = None
@@ -232,4 +242,4 @@ def _handle(lib: ctypes.CDLL, device: int) -> c_void_p:
 
 def _check(status: int, what: str) -> None:
     if status:
-        raise Failed(f"{what}: cuBLAS status {status}")
+        raise Failed(f"{what}: cuBLAS status {status}", status)

@@ -74,10 +74,7 @@ def _launched(
     made = lt.product(lt.Shape(device.index, x.dtype, n, weight.shape[0], k, *rows))
     places = None if scales is None else (scales.x.data_ptr(), scales.weight.data_ptr())
     with torch.cuda.device(device):
-        if not made.fits(algorithm):
-            return False
-        made.launch(algorithm, x.data_ptr(), weight.data_ptr(), out.data_ptr(), onto=onto, scales=places)
-    return True
+        return made.launched(algorithm, x.data_ptr(), weight.data_ptr(), out.data_ptr(), onto=onto, scales=places)
 
 
 def _whole(x: Tensor) -> bool:

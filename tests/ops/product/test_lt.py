@@ -19,7 +19,7 @@ class Library:
 
     def __init__(self):
         self.alive, self.made, self.layouts, self.attributes, self.products = set(), 0, [], {}, []
-        self.refuses = False
+        self.refuses = 0
 
     def create(self, place):
         self.made += 1
@@ -62,14 +62,10 @@ class Library:
         count._obj.value = 3
         return 0
 
-    def cublasLtMatmulAlgoCheck(self, *asked):
-        asked[-1]._obj.workspace = asked[-2][0] * 100
-        return 15 if self.refuses else 0
-
     def cublasLtMatmul(self, *asked):
         scales = self.attributes.get(17), self.attributes.get(18)
         self.products.append((asked, scales))
-        return 13 if self.refuses else 0
+        return self.refuses
 
 
 @pytest.fixture
@@ -106,13 +102,18 @@ def test_algorithms_are_those_that_serve_with_the_workspace_that_they_need(libra
     assert {key[1]: value for key, value in library.attributes.items() if isinstance(key, tuple)} == wanted
 
 
-def test_an_algorithm_fits_where_it_needs_no_more_than_it_says_and_is_asked_once(library):
-    made = Product(library, EIGHT)
-    assert made.fits(Algorithm(bytes([1]), 100))
-    assert not made.fits(Algorithm(bytes([2]), 100))
-    library.refuses = True
-    assert made.fits(Algorithm(bytes([1]), 100))
-    assert not made.fits(Algorithm(bytes([1]), 200))
+def test_an_algorithm_that_is_refused_is_not_asked_again_and_what_breaks_is_said(library):
+    made, one, other = Product(library, SHAPE), Algorithm(bytes([1]), 0), Algorithm(bytes([2]), 0)
+    assert made.launched(one, 100, 200, 300, onto=False)
+    library.refuses = 15
+    assert not made.launched(other, 100, 200, 300, onto=False)
+    library.refuses = 0
+    assert not made.launched(other, 100, 200, 300, onto=False)
+    assert made.launched(one, 100, 200, 300, onto=True)
+    assert [asked[12] for asked, _ in library.products] == [bytes([1]), bytes([2]), bytes([1])]
+    library.refuses = 14
+    with pytest.raises(Failed, match="status 14"):
+        made.launched(one, 100, 200, 300, onto=False)
 
 
 @pytest.mark.parametrize("onto", [False, True])
@@ -125,7 +126,7 @@ def test_a_product_gives_the_operands_in_their_places(library, onto):
     assert (a, b, c, d) == (200, 100, 300, 300)
     assert (alpha._obj.value, beta._obj.value) == (1.0, float(onto))
     assert (algorithm, space, size, stream) == (bytes([7]), None, 0, 70)
-    library.refuses = True
+    library.refuses = 13
     with pytest.raises(Failed, match="status 13"):
         made.launch(Algorithm(bytes([7]), 0), 100, 200, 300, onto=onto)
 
@@ -133,7 +134,7 @@ def test_a_product_gives_the_operands_in_their_places(library, onto):
 def test_in_8_bits_each_product_has_its_own_scales(library):
     made = Product(library, EIGHT)
     for rows, channels in ((1000, 2000), (3000, 4000)):
-        made.fits(Algorithm(bytes([rows % 251]), 1 << 20))
+        made.algorithms(1 << 20)
         made.launch(Algorithm(bytes([7]), 0), 100, 200, 300, onto=True, scales=(rows, channels))
     assert [scales for _, scales in library.products] == [(2000, 1000), (4000, 3000)]
 
