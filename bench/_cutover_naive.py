@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 
 from app.cli import loop
 from app.cli.compose import Overrides, compose
-from app.cli.serve import run
+from app.cli.serve import run, use_short_turns
 from app.runtime.background import Background, _answer
 from app.runtime.live import Live
 from app.runtime.runtime import Runtime
@@ -41,6 +41,7 @@ class OnTheEngine:
 
 def main() -> None:
     root = Path(sys.argv[1])
+    use_short_turns()
     service = compose(root, Overrides(None, 0, 0, None), sys.stdout.buffer)
     made = service.live
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from app.errors import counted
 from bench._cutover_answers import mixed
 from bench._cutover_plot import plot
 from bench._cutover_samples import Samples
@@ -157,7 +158,8 @@ def markdown(parts: Sequence[Row], found: Row, name: str) -> str:
     lines = [
         "# Cutovers under load\n",
         f"Made by `widebeam bench cutover`. qwen3, {s['layers']} layers, d {s['hidden']}, {s['gigabytes']} GB of\n"
-        f"float32 weights on the disk, {s['items']:,} items, W {s['width']}, device {s['device']}.\n"
+        f"float32 weights on the disk, {s['items']:,} items, W {s['width']}, device {s['device']}"
+        f"{_http(s.get('front_ends', 0))}.\n"
         f"{_device(m)}kernels: {parts[0]['kernels']}; CUDA graphs {_graphs(parts)}.\n"
         f"{m['cpu']}, {m['cores']} cores a part, load before {m['load_before']}; {versions}.\n"
         f"{_pooled(found)}, all of commit {m['commit'] or 'unknown'}.\n",
@@ -181,6 +183,14 @@ def _pooled(found: Row) -> str:
         f"{mode}: {one['updates']} cutovers in {one['seconds']['updates']:.0f} s and {one['seconds']['steady']:.0f} s "
         f"steady, in {one['parts']} part{'s' if one['parts'] > 1 else ''}"
         for mode, one in found.items()
+    )
+
+
+def _http(front_ends: int) -> str:
+    return (
+        f";\nHTTP in {counted(front_ends, 'process')} of {'its' if front_ends == 1 else 'their'} own"
+        if front_ends
+        else ""
     )
 
 

@@ -43,7 +43,7 @@ KEPT = 4
 """Versions of a kind that stay on the disk, at least."""
 APART_GB = 0.1
 """Contents of so much weights are made beside each other."""
-ELSEWHERE = ("device", "threads")
+ELSEWHERE = ("device", "threads", "front_ends")
 """Of a setting, what says nothing about the contents."""
 QUEUE = 8192
 """Requests that may wait: everybody is answered, however long that takes, and counts."""
@@ -67,6 +67,7 @@ class Setting:
     ffn: int = 512
     device: str = "auto"
     threads: int = 0
+    front_ends: int = 0
 
     @property
     def config(self) -> dict[str, object]:
@@ -94,9 +95,10 @@ class Setting:
 
 SMALL = Setting(sizes=(256, 256, 256), width=32)
 LARGE = Setting(
-    width=256, batch=32, layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, ffn=3072, gigabytes=1.8
-)
-"""Qwen3-0.6B's shape."""
+    width=256, batch=32, layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, ffn=3072, gigabytes=1.8,
+    front_ends=1,
+)  # fmt: skip
+"""Qwen3-0.6B's shape; HTTP beside the process that launches."""
 TOY = Setting(
     gigabytes=0.002, items=5000, sizes=(64, 64, 64), history=4, width=8, batch=4, layers=1, hidden=16, heads=2,
     kv_heads=1, head_dim=8, ffn=32,
@@ -128,7 +130,8 @@ def make_root(work: Path, setting: Setting) -> Path:
         f"token_base = {list(setting.token_base)}\n[limits]\nwidths = {widths}\nrows = {rows}\n"
         f"batch = {setting.batch}\ncontext = {setting.history * len(setting.sizes)}\nk = {setting.width}\n"
         f"queue = {QUEUE}\n[server]\n"
-        f'port = 0\nadmin_port = 0\nadmin_auth = "none"\nthreads = {setting.threads}\ndrain_delay_s = 0.05\n'
+        f'port = 0\nadmin_port = 0\nadmin_auth = "none"\nthreads = {setting.threads}\n'
+        f"front_ends = {setting.front_ends}\ndrain_delay_s = 0.05\n"
     )
     if not mark.exists():
         shutil.rmtree(store, ignore_errors=True)

@@ -172,7 +172,9 @@ def _fact(server: Server, event: str, update: Row, fact: str) -> float | None:
 
 
 def _setting(arguments: argparse.Namespace) -> Setting:
-    given = {name: getattr(arguments, name) for name in ("gigabytes", "items", "device", "threads", "width")}
+    given = {
+        name: getattr(arguments, name) for name in ("gigabytes", "items", "device", "threads", "front_ends", "width")
+    }
     changed = {name: value for name, value in given.items() if value is not None}
     return replace(SETTINGS[arguments.setting], threads=max(1, cores() // 2), **changed)  # half of them for the others
 
@@ -229,6 +231,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("--items", type=int)
         command.add_argument("--width", type=int)
         command.add_argument("--threads", type=int, help="[server] threads; half of the cores that it may use")
+        command.add_argument("--front-ends", type=int, help="[server] front_ends")
         command.add_argument("--device", choices=("auto", "cpu", "cuda"))
     report = commands.add_parser("report", help="pool parts into a table and a plot")
     report.add_argument("parts", type=Path, nargs="+")
