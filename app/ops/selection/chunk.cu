@@ -38,6 +38,7 @@
 // part: selection/scan.cuh
 #elif PART == 2
 // part: selection/rows.cuh
+// part: selection/heads.cuh
 // part: selection/rank_scan.cuh
 #else
 // part: selection/survivors.cuh

@@ -1,7 +1,11 @@
 // The largest rank of each chunk, where ranks do not follow the logits: a row's log-sum-exp first, then its ranks. A row
 // of a tile or less is read once.
 
-#define RESIDENT (TYPE == 2 ? 3 : RANK_COLUMNS ? 4 : 7)  // blocks that share a processor's registers
+#ifdef RANK_MOST  // blocks that share a processor's registers
+#define RESIDENT (TYPE == 2 ? 3 : RANK_COLUMNS ? 4 : NORM == 2 ? 5 : 6)
+#else
+#define RESIDENT (TYPE == 2 ? 3 : RANK_COLUMNS ? 4 : 7)
+#endif
 
 // The columns of candidates e .. e + V - 1; arbitrary where nothing is legal.
 __device__ __forceinline__ void columns_of(const Given& given, i64 row, int e, int codes, u32 bits, float (*out)[V]) {
@@ -33,41 +37,6 @@ __device__ __forceinline__ void columns_of(const Given& given, i64 row, int e, i
 #define SEEN (NORM != 0)
 #endif
 
-#ifdef RANK_MOST
-// Adds one for each lane with `in`; lanes with the same digit as the first, as likely codes have, are added up before.
-__device__ __forceinline__ void count(u32* counts, bool in, u32 digit) {
-    const u32 lanes = __ballot_sync(ALL, in);
-    if (!lanes) return;
-    const u32 common = __shfl_sync(ALL, digit, __ffs(lanes) - 1), together = __ballot_sync(ALL, in && digit == common);
-    if (in && digit != common) atomicAdd(counts + digit, 1u);
-    if ((threadIdx.x & 31) == 0) atomicAdd(counts + common, (u32)__popc(together));
-}
-
-// The digit, from the largest of 256, at which the counts reach `need`, and what is above it; ALL where they do not.
-__device__ __forceinline__ void find(const u32* counts, u32 need, u32& digit, u32& before) {
-    const int lane = threadIdx.x & 31, first = 255 - lane * 8;
-    u32 own = 0;
-    for (int d = 0; d < 8; d++) own += counts[first - d];
-    u32 sum = own;
-#pragma unroll
-    for (int i = 1; i < 32; i <<= 1) {
-        const u32 y = __shfl_up_sync(ALL, sum, i);
-        if (lane >= i) sum += y;
-    }
-    if (lane == 31 && sum < need) digit = ALL;
-    u32 above = sum - own;
-    if (above >= need || sum < need) return;
-    for (int d = 0; d < 8; d++) {
-        const u32 n = counts[first - d];
-        if (above + n >= need) {
-            digit = first - d, before = above;
-            break;
-        }
-        above += n;
-    }
-}
-#endif
-
 // One row a block of 128 threads; operands as of `scan`, and
 //
 // broken [n] int32 out: candidates that may not be selected because of NaN or +inf in their score or rank
@@ -77,24 +46,17 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
     int* __restrict__ broken, i64 codes_, i64 mask_stride, i64 chunks_ GIVEN_PARAMETERS) {
     const int codes = (int)codes_, chunks = (int)chunks_, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const i64 row = blockIdx.x;
-    const Given given = GIVEN;
+    Given given = GIVEN;
     float* mine = chunk + row * chunks;
     const Logit* x = logits + row * codes;
     const int units = SMALL ? chunks / 32 : chunks * UNITS;
-    const float own = parent[row];
     __shared__ float tops[4], sums[4];
     __shared__ int wrongs[4], uppers[4], lowers[4], brokens[4];
     uint4 v[LOADS];
     u32 bits[LOADS];
     int wrong = 0;
     auto take = [&](int first) {
-#pragma unroll
-        for (int u = 0; u < LOADS; u++) v[u] = load<true>(x, (first + u) * UNIT + lane * V, codes);
-#pragma unroll
-        for (int u = 0; u < LOADS; u++) {
-            int e = (first + u) * UNIT + lane * V;
-            bits[u] = e < codes ? load_bits(mask, row, mask_stride, e) : 0;
-        }
+        load_tile(x, mask, row, mask_stride, first, codes, v, bits);
     };
     // Bad logits become -inf, and for NORM 2 those that are not legal; the largest of what is normalised over.
     auto sanitise = [&](int& count) {
@@ -121,7 +83,13 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
         return sanitise(again ? before : wrong);
     };
     let_next_begin();
+    // A lane has one of the row's numbers, the last its parent's score: one load, which the row's do not wait for.
+    const bool of_values = lane < RANK_VALUES && lane < HELD;
+    const float number = __ldg(of_values ? given.values + row * RANK_VALUES + lane : parent + row);
     take(warp * LOADS);
+    const float own = __shfl_sync(ALL, number, 31);
+#pragma unroll
+    for (int i = 0; i < HELD; i++) given.held[i] = i < RANK_VALUES ? __shfl_sync(ALL, number, i) : 0.f;
     if (!(own > NEG)) {
         for (int i = threadIdx.x; i < chunks; i += 128) mine[i] = NEG;
         if (threadIdx.x == 0) {
@@ -187,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
         hold(first, NORM);
         u32 most = LOW;
 #pragma unroll
-        for (int u = 0; u < LOADS; u++) most = max_of(most, max_of(keep_bits(v[u], bits[u])));
+        for (int u = 0; u < LOADS; u++) most = max_of(most, max_of(legal_of(v[u], bits[u])));
         peak = fmaxf(peak, float_of(most));
     }
     peaks[warp] = __reduce_max_sync(ALL, ordered(peak));
@@ -213,17 +181,23 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
 #endif
 
 #ifdef RANK_MOST
+    u32 need = (u32)RANK_MOST;
+    bool looked = SEEN;
+    if (need <= 128 && units <= STRIDE) {
+        hold(warp * LOADS, looked);
+        looked = true;
+        if (nth_of(v, bits, less, warp * LOADS * UNIT + lane * V, need, floor.last)) need = 0;
+    }
     // The digits of the last that stays, until all stay that share them.
     __shared__ u32 counts[256], digit, before;
-    u32 need = (u32)RANK_MOST;
     for (int shift = 56; shift >= 0 && need; shift -= 8) {
         counts[threadIdx.x] = counts[threadIdx.x + 128] = 0;
         __syncthreads();
         for (int first = warp * LOADS; first < units; first += STRIDE) {
-            hold(first, shift < 56 || SEEN);
+            hold(first, shift < 56 || looked);
 #pragma unroll
             for (int u = 0; u < LOADS; u++) {
-                const uint4 x = keep_bits(v[u], bits[u]);
+                const uint4 x = legal_of(v[u], bits[u]);
 #pragma unroll 1
                 for (int k = 0; k < V; k++) {
                     const float y = element_at(x, k), logp = RANK_NORMED ? sub(y, less) : y;
@@ -251,11 +225,10 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
         int best[LOADS];
         bool singly = true;
 #ifndef NOISY  // what is drawn costs more than all else: only for who may be selected
-        float worst = 0.f;  // of scores: NaN or inf where one is bad
-        bool bad_rank = false;
+        float worst = 0.f;  // of ranks and sizes of scores: NaN or inf where one is bad
 #pragma unroll
         for (int u = 0; u < LOADS; u++) {
-            const uint4 x = NORM == 2 ? v[u] : keep_bits(v[u], bits[u]);
+            const uint4 x = legal_of(v[u], bits[u]);
             const int e = (first + u) * UNIT + lane * V;
             float own_[RANK_COLUMNS + 1][V], most = NEG;
             columns_of(given, row, e, codes, bits[u], own_);
@@ -271,15 +244,15 @@ extern "C" __global__ void __launch_bounds__(128, RESIDENT) rank_scan(
 #else
                 const bool stay = !(y <= NEG) && stays(floor, y, less, e + k);
 #endif
-                most = larger(most, stay ? rank : NEG);
+                most = k ? larger(most, stay ? rank : NEG) : stay ? rank : NEG;
 #if (defined RANK || defined RANK_LOGIT) && !defined RANK_TELLS
                 worst = larger(worst, stay ? size_of(score) : 0.f);
 #endif
             }
             best[u] = ordered(most);
-            bad_rank |= !(most <= LARGEST);
+            worst = larger(worst, most);
         }
-        singly = __any_sync(ALL, bad_rank || !(worst <= LARGEST));
+        singly = __any_sync(ALL, !(worst <= LARGEST));
 #endif
         if (singly) {
 #pragma unroll

@@ -68,6 +68,7 @@
 #endif
 
 #define MOST_COLUMNS 3
+#define HELD 4
 
 struct Given {
     const float* values;                  // [n, RANK_VALUES]
@@ -78,6 +79,9 @@ struct Given {
     const i64* noise;                     // [n, 3]: seed, hash of the prefix, step
     float* largest;                       // [n] of rank_scan: `top`
     float* ranks;                         // [M] out: the survivors' ranks; null where nobody wants them
+#if PART == 2
+    float held[HELD];                     // the first values of the row, asked for at its beginning
+#endif
 };
 
 struct Floor {  // what is out of a row: logp below `least`, but for the code `only`, and keys below `last`; and its `top`
@@ -143,7 +147,11 @@ __device__ __forceinline__ float power(float a, float b) { return powf(a, b); }
 // NaN and +inf count as -inf.
 __device__ __forceinline__ float sane(float logit) { return logit <= LARGEST ? logit : NEG; }
 
+#if PART == 2
+#define value(i) ((i) < HELD ? given.held[(i) < HELD ? (i) : 0] : __ldg(given.values + row * RANK_VALUES + (i)))
+#else
 #define value(i) __ldg(given.values + row * RANK_VALUES + (i))
+#endif
 #define column(i) own[i]
 
 // The logit after the policy's change, which may be NaN or +inf.

@@ -8,7 +8,7 @@
 
 // One row a block of 128 threads.
 //
-// logits [n, codes] · mask [n, mask_stride bytes] · parent [n], -inf = a dead row, which is not read (SCORE 0: unused)
+// logits [n, codes] · mask [n, mask_stride bytes] · parent [n], -inf = a dead row (SCORE 0: unused)
 // chunk  [n, chunks] float32 out: the largest legal logit of each; -inf = none; `chunks` may exceed the row's
 // ends   [n] out: the largest and the smallest of a row's chunks that are not -inf; -inf where there is none
 // norm   [n] float32 out where NORM · bad [n] int32 out: NaN and +inf among the logits, which count as -inf
@@ -19,7 +19,11 @@ extern "C" __global__ void BOUNDS scan(
     const int codes = (int)codes_, chunks = (int)chunks_, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const i64 row = blockIdx.x;
     float* mine = chunk + row * chunks;
+    const Logit* x = logits + row * codes;
+    uint4 v[LOADS];
+    u32 bits[LOADS];
     let_next_begin();
+    load_tile(x, mask, row, mask_stride, warp * LOADS, codes, v, bits);  // on its way while the parent's score is
 #if SCORE
     if (!(parent[row] > NEG)) {
         for (int i = threadIdx.x; i < chunks; i += 128) mine[i] = NEG;
@@ -32,22 +36,11 @@ extern "C" __global__ void BOUNDS scan(
         return;
     }
 #endif
-    const Logit* x = logits + row * codes;
     const int units = SMALL ? chunks / 32 : chunks * UNITS;
     float top = NEG, sum = 0.f;
     int wrong = 0, upper = ordered(NEG), lower = 0x7fffffff;
     for (int first = warp * LOADS; first < units; first += STRIDE) {
-        uint4 v[LOADS];
-#pragma unroll
-        for (int u = 0; u < LOADS; u++) v[u] = load<true>(x, (first + u) * UNIT + lane * V, codes);
-#if MASK
-        u32 bits[LOADS];
-#pragma unroll
-        for (int u = 0; u < LOADS; u++) {
-            int e = (first + u) * UNIT + lane * V;
-            bits[u] = e < codes ? load_bits(mask, row, mask_stride, e) : 0;
-        }
-#endif
+        if (first >= STRIDE) load_tile(x, mask, row, mask_stride, first, codes, v, bits);
         u32 best[LOADS], most = LOW;
 #pragma unroll
         for (int u = 0; u < LOADS; u++) best[u] = max_of(v[u]), most = max_of(most, best[u]);

@@ -36,6 +36,7 @@ EXACT = {
     "likely": policy("keep:", "  - min_p(param.p)", normalize="full"),
     "likely enough": policy("keep:", "  - epsilon(0.02)", "  - min_p(0.2)", "rank: score - attr.age", normalize="full"),
     "some": policy("keep:", "  - top_k(100)", "rank: 0 - score", normalize="full"),
+    "many": policy("keep:", "  - top_k(300)", "rank: 0 - score", normalize="full"),
     "one of a row": policy("keep:", "  - top_k(1)", "rank: score - attr.age", normalize="full"),
     "some that are likely": policy(
         "keep:",
@@ -306,6 +307,13 @@ def test_large_vocabularies_and_many_survivors() -> None:
     check(EXACT["bent"], [40] * 2, 65536, [1024] * 2, exact=True)
     check(EXACT["columns"], [64] * 3, 20000, [1500] * 3, exact=True)
     check(EXACT["weighted"], [1] * 3, 8192, [512] * 3, exact=True)
+
+
+def test_heads_of_rows_of_few_numbers_go_by_their_places() -> None:
+    for n in (1, 100, 128, 129):
+        heads = policy("keep:", f"  - top_k({n})", "rank: 0 - logp", normalize="none")
+        for codes in (8192, 2056, 100):
+            check(heads, [6] * 2, codes, [200] * 2, exact=True, normalize="none", change=level)
 
 
 def test_equal_ranks_go_by_their_places() -> None:
