@@ -1,8 +1,8 @@
-"""How a load leaves the batches alone (RecoGEM 3.3): while there are any, it rests for longer than it works.
+"""How a load leaves the batches alone (RecoGEM 3.3): while there are any, it rests as long as it works.
 
 A load takes the interpreter some thousand times, and each time the thread that launches batches gets it back a little
 later. At seven tenths of what a server can do, what a batch takes longer is felt about three times in what its requests
-wait (1 / (1 - 0.7)). So a load is spread: it takes three times as long. What that does to the tail is not measured yet.
+wait (1 / (1 - 0.7)). So a load is spread: it takes twice as long. docs/guarantees.md has what is left of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-REST: Final = 2.0
+REST: Final = 1.0
 """Seconds of rest for each second of work."""
 MOST_S: Final = 0.1
 """One rest, at most: nobody knows what was done since the last one."""

@@ -29,7 +29,7 @@ class Clock:
         self.now += seconds
 
 
-def test_it_rests_for_longer_than_it_has_worked_where_there_are_batches():
+def test_it_rests_in_proportion_to_what_it_has_worked_where_there_are_batches():
     clock, busy = Clock(), [True]
     rest = Pace(lambda: busy[0], clock.clock, clock.sleep)
     for worked in (0.01, 0.02):
