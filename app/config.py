@@ -22,6 +22,8 @@ from app.errors import BadDeployment, LeadsOut, counted
 
 DEPLOYMENT: Final = "deployment.toml"
 MAX_DEPLOYMENT: Final = 1 << 20
+LOOKS: Final = 8
+"""How often a file is opened anew that is replaced in that moment."""
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -196,18 +198,41 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 def leads_out(path: Path, folder: Path) -> bool:
     """Whether a path that is written as one below a folder is none, links followed. What it leads to need not be."""
+    return _inside(path, folder) is None
+
+
+def _inside(path: Path, folder: Path) -> Path | None:
+    """Where in a folder a path leads to; no link is in that."""
     try:
-        return not path.resolve().is_relative_to(folder.resolve())
+        found = path.resolve()
+        return found if found.is_relative_to(folder.resolve()) else None
     except (OSError, RuntimeError):  # a link that leads to itself
-        return True
+        return None
 
 
 def open_inside(file: Path, folder: Path | None) -> int:
     """A descriptor for reading, which never waits for a writer. Links may lead anywhere inside the folder and nowhere
-    else; None: anywhere. Raises OSError, LeadsOut of those before anything is opened."""
-    if folder is not None and leads_out(file, folder):
-        raise LeadsOut
-    return os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    else; None: anywhere. Raises OSError, LeadsOut of those before anything is opened; a link that is made or pointed
+    elsewhere at that moment may open another file: that is closed, unread."""
+    how = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    if folder is None:
+        return os.open(file, how)
+    for _ in range(LOOKS):
+        inside = _inside(file, folder)
+        if inside is None:
+            raise LeadsOut
+        descriptor = os.open(file, how)
+        if _lies_at(descriptor, inside):
+            return descriptor
+        os.close(descriptor)
+    raise OSError(errno.ESTALE, "is replaced all the time")
+
+
+def _lies_at(descriptor: int, place: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(place))
+    except OSError:  # it was there a moment ago
+        return False
 
 
 def read_small(file: Path, most: int, folder: Path | None = None) -> bytes:

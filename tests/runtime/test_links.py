@@ -13,11 +13,11 @@ import torch
 
 from app.api.admin import Tokens
 from app.cli.deployment import read_deployment
-from app.config import Unread, read_small
+from app.config import LOOKS, Unread, read_small
 from app.engine.registry import family
 from app.engine.safetensors import read_header
 from app.engine.tokens import read_json
-from app.errors import BadDeployment, LeadsOut, Rejected
+from app.errors import BadDeployment, LeadsOut, Rejected, unreadable
 from app.runtime import state_dir
 from app.runtime.contracts import Contracts
 from app.runtime.expectations import read_canary
@@ -54,14 +54,24 @@ def opened(monkeypatch):
     return found
 
 
+def point(link, to):
+    """At once, as whoever does it well."""
+    beside = link.with_name(".link")
+    beside.symlink_to(to)
+    beside.replace(link)
+
+
 def move_out(file):
-    """A file lies beside the root, and where it was is a link to it."""
+    """A file lies beside the root, and where it was is a link to it: at once, so that nobody sees neither."""
     target = file.parent
     while not (target / "deployment.toml").exists():
         target = target.parent
     target = target.parent / f"outside-{file.name}"
-    shutil.move(file, target)
-    file.symlink_to(target)
+    if file.is_dir():  # which nothing takes the place of: nobody looks there meanwhile
+        shutil.move(file, target)
+    else:
+        shutil.copy2(file, target)
+    point(file, target)
     return str(target)
 
 
@@ -211,6 +221,66 @@ def test_a_link_to_itself_leads_nowhere(tmp_path):
         read_small(tmp_path / "loop", 9, tmp_path)
 
 
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """A list: what others do, one before each opening of `file`, after it was looked where it leads. All of it is done,
+    and what was opened is closed again."""
+    opening, closing, todo, held = os.open, os.close, [], set()
+
+    def late(path, *rest, **how):
+        if Path(path).name != "file":
+            return opening(path, *rest, **how)
+        if todo:
+            todo.pop(0)()
+        descriptor = opening(path, *rest, **how)
+        held.add(descriptor)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", late)
+    monkeypatch.setattr(os, "close", lambda descriptor: (closing(descriptor), held.discard(descriptor)))
+    yield todo
+    assert (todo, held) == ([], set())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_link_that_is_made_between_a_look_and_the_opening_is_found(tmp_path, meanwhile, before):
+    folder, out = tmp_path / "root", tmp_path / "out"
+    folder.mkdir()
+    out.write_text("secret")
+    if before:
+        (folder / "file").write_text("mine")
+    meanwhile.append(lambda: point(folder / "file", out))
+    with pytest.raises(LeadsOut):
+        read_small(folder / "file", -1, folder)
+
+
+def test_a_file_that_is_replaced_between_a_look_and_the_opening_is_read_as_it_is_then(tmp_path, meanwhile):
+    file = tmp_path / "..2" / "file"
+    as_config_map(tmp_path, "file", "1")
+
+    def update():  # as a ConfigMap's folders are: the new one beside, the link pointed there, the old one removed
+        file.parent.mkdir()
+        file.write_text("2")
+        point(tmp_path / "..data", "..2")
+        shutil.rmtree(tmp_path / "..d1")
+
+    meanwhile.append(update)
+    assert read_small(tmp_path / "file", -1, tmp_path) == b"2"
+    meanwhile.append((tmp_path / "file").unlink)
+    with pytest.raises(FileNotFoundError):
+        read_small(tmp_path / "file", -1, tmp_path)
+
+
+def test_a_file_that_never_stays_says_that_it_may_the_next_time(tmp_path, meanwhile):
+    as_config_map(tmp_path, "file", "1")
+    (tmp_path / "..d2").mkdir()
+    (tmp_path / "..d2" / "file").write_text("2")
+    meanwhile += [lambda to=f"..d{2 - number % 2}": point(tmp_path / "..data", to) for number in range(LOOKS)]
+    with pytest.raises(OSError, match="replaced all the time") as caught:
+        read_small(tmp_path / "file", -1, tmp_path)
+    assert unreadable(caught.value, "unreadable", None).code == "disk_error"
+
+
 async def test_what_serves_goes_on_while_a_release_leads_out(root):
     async with live_server(root) as server:
         (root / "release.json").symlink_to("/etc/hostname")
@@ -245,13 +315,6 @@ def release(disk, number):
     weights(place, f"v{number}", number)
     support.write_vocab(place, SIZES, items(f"n{number}-"), f"v{number}")
     return place
-
-
-def point(link, to):
-    """At once, as whoever does it well."""
-    beside = link.with_name(".link")
-    beside.symlink_to(to)
-    beside.replace(link)
 
 
 @pytest.mark.parametrize("how", ["another disk", "ConfigMap"])
