@@ -244,6 +244,7 @@ def markdown(document: Row) -> str:
         "# Whole batches on a GPU", "",
         f"{document['device']}, torch {document['torch']}, CUDA {document['cuda']}, commit {document['commit']}; "
         f"{document['shape']}, {document['parameters'] / 1e6:.0f} M parameters. Of what: [README](../README.md).", "",
+        *_older(document),
         f"Model FLOP: {FORMULA}. MFU over 768 TFLOP/s (989 in brackets), whatever the precision.", "",
         "| mode | precision | batch | mean ms | p99 ms | latency, mean | p99 | QPS | MFU | MFU of the decode steps "
         "| GPU busy ms | seconds |",
@@ -274,13 +275,22 @@ def markdown(document: Row) -> str:
     return "\n".join([*lines, *_ratios(rows)]) + "\n"
 
 
+def _older(document: Row) -> list[str]:
+    """Which runs are of other commits than the document."""
+    found: dict[str, list[str]] = {}
+    for one in document["runs"]:
+        if one.get("commit", document["commit"]) != document["commit"]:
+            found.setdefault(one["commit"], []).append(f"{one['mode']} {one['precision']} {one['batch']}")
+    return [line for of, runs in found.items() for line in (f"Of commit {of}: {', '.join(runs)}.", "")]
+
+
 def _shown(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _ratios(rows: Sequence[Row]) -> list[str]:
-    """How many times the other modes' batches take as long as those of `step`."""
-    mean = {(one["mode"], one["precision"], one["batch"]): one["mean_ms"] for one in rows}
+    """How many times the other modes' batches take as long as those of `step` at the same commit."""
+    mean = {(one["mode"], one["precision"], one["batch"], one.get("commit")): one["mean_ms"] for one in rows}
     keys = [key for key in mean if key[0] != "step" and ("step", *key[1:]) in mean]
     if not keys:
         return []
@@ -349,7 +359,7 @@ def write(out: Path, shape: str, runs: Sequence[Row], parameters: int) -> None:
         "shape": shape,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "python": platform.python_version(), "commit": commit(), "parameters": parameters, "formula": FORMULA,
-        "runs": merged(known, runs),
+        "runs": merged(known, [{**one, "commit": commit()} for one in runs]),
     }  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")

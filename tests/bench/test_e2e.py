@@ -71,6 +71,13 @@ def test_other_modes_are_compared_with_step():
     assert [line for line in e2e._ratios(runs) if line.startswith("| general")] == ["| general | fp8 | 1 | 3.50 |"]
 
 
+def test_runs_of_another_commit_are_named_and_not_compared():
+    runs = [{"mode": m, "precision": "fp8", "batch": 1, "mean_ms": ms, "commit": of}
+            for m, ms, of in [("step", 2.0, "b"), ("general", 7.0, "a"), ("eager", 6.0, "b")]]  # fmt: skip
+    assert e2e._older({"commit": "b", "runs": runs}) == ["Of commit a: general fp8 1.", ""]
+    assert [line for line in e2e._ratios(runs) if "fp8" in line] == ["| eager | fp8 | 1 | 3.00 |"]
+
+
 @pytest.mark.parametrize(("name", "kind"), [
     ("memcpy128", "copies"), ("memset (device)", "copies"), ("void pytorch_flash::flash_fwd_kernel", "attention"),
     ("slots_4", "attention"), ("scan", "selection"), ("nvjet_sm90_tst_256x128", "products"),
