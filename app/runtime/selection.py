@@ -343,7 +343,7 @@ class Selection:
             rows=tuple(np.diff(segment.row_start).tolist()) if grouped else (),
             prefix=_take(state.sids, rows) if "prefix" in uses else None,
             seed=self._seed.index_select(0, request) if "seed" in uses else None,
-            carry=torch.cat([self._carry[one] for one in segment.requests]) if "carry" in uses and t > 1 else None,
+            carry=self._handed(t, segment) if "carry" in uses else None,
             extra={
                 **{name: _take(output.heads[name[5:]], rows) for name in uses if name.startswith("head.")},
                 **self._fields.columns(uses, request),
@@ -355,6 +355,12 @@ class Selection:
             },
         )
         return inputs, found.node
+
+    def _handed(self, t: int, segment: _Segment) -> Tensor | None:
+        """What the step before handed on to a segment's rows [n]; None where it hands nothing on."""
+        if t == 1 or not segment.structure.steps[t - 2].carries:
+            return None
+        return torch.cat([self._carry[one] for one in segment.requests])
 
     def _candidates(self, t: int, program: StepProgram, node: Tensor) -> Children:
         first, code, widest = self._trie.first, self._trie.code, self._trie.widest[t - 1]

@@ -34,6 +34,9 @@ POLICIES = {
     "diverse": "    select: diverse(groups=2, penalty=0.7)\n",
     "stochastic": "    select: stochastic()\n",
     "explore": "    select: explore(share=0.5)\n",
+    "late exploration": "  2:\n    select: explore(share=0.5)\n",
+    "early exploration": "  1:\n    select: explore(share=0.5)\n",
+    "exploration but once": "    select: explore(share=0.5)\n  2:\n    select: top()\n",
     "noisy": "    rank: score + 0.5 * gumbel + 0.1 * uniform\n",
     "list": "final:\n  score: score - 0.3 * position\n  rerank: mmr(weight=0.6, pool=8)\n  limit: 6\n",
     "all codes": "    mask: not seen\n",
@@ -108,7 +111,7 @@ class Oracle:
 
 
 def world():
-    deployment = support.deployment_of(SIZES, batch=32)
+    deployment = support.deployment_of(SIZES, batch=40)
     engine = support.onerec_engine(SIZES, deployment.limits)
     vocab = support.catalogue(support.random_sids(SIZES, 40), SIZES)
     texts = {name.replace(" ", "_"): policy(text) for name, text in POLICIES.items()}

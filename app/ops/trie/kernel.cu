@@ -20,9 +20,10 @@ __device__ __forceinline__ void range(const edge_t* first, i64 node, i64& low, i
     low = first[at], high = node < 0 ? low : (i64)first[at + 1];
 }
 
-// code, child [n, widest], legal [n, widest]: the edges of node[row], then padding that repeats a code of the tree.
+// code, child [n, widest], legal [n, widest]: the edges of node[row], then padding that repeats its first code; 0 where it
+// has none, since another depth's code may be none of this one.
 extern "C" __global__ void __launch_bounds__(THREADS) children(
-    i64 first, i64 codes, i64 node, i64 code, i64 child, i64 legal, i64 n, i64 widest, i64 edges) {
+    i64 first, i64 codes, i64 node, i64 code, i64 child, i64 legal, i64 n, i64 widest) {
     const i64 at = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (at >= n * widest) return;
     const i64 row = n * widest < (1ll << 32) ? (unsigned)at / (unsigned)widest : at / widest;
@@ -30,8 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) children(
     range((const edge_t*)first, ((const i64*)node)[row], low, high);
     const i64 edge = low + at - row * widest;
     const bool here = edge < high;
-    const i64 from = here ? edge : low;
-    ((i64*)code)[at] = ((const int*)codes)[from < edges ? from : edges - 1];
+    ((i64*)code)[at] = low < high ? ((const int*)codes)[here ? edge : low] : 0;
     ((i64*)child)[at] = here ? edge + 1 : -1;
     ((bool*)legal)[at] = here;
 }

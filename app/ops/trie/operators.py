@@ -26,7 +26,7 @@ def children(first: Tensor, code: Tensor, node: Tensor, widest: int) -> Children
     node = node.contiguous()
     _kernel("children", first).launch(
         -(-n * widest // _THREADS), _THREADS, first.data_ptr(), code.data_ptr(), node.data_ptr(), codes.data_ptr(),
-        nodes.data_ptr(), legal.data_ptr(), n, widest, code.shape[0],
+        nodes.data_ptr(), legal.data_ptr(), n, widest,
     )  # fmt: skip
     return Children(codes, nodes, legal)
 

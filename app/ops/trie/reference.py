@@ -25,7 +25,7 @@ def children(first: Tensor, code: Tensor, node: Tensor, widest: int) -> Children
     """The children of each row's node, without a host round trip.
 
     first [nodes + 1], code [edges] integer · node [n] int64 · widest: most children of any node of this depth (on a
-    CPU the widest of these rows is used). Padding repeats a code of the tree and is not legal.
+    CPU the widest of these rows is used). Padding repeats a row's first code, or 0 where it has none, and is not legal.
     """
     at = node.clamp(min=0)
     low, high = first.unfold(0, 2, 1).index_select(0, at).to(torch.int64).unbind(1)
@@ -37,6 +37,7 @@ def children(first: Tensor, code: Tensor, node: Tensor, widest: int) -> Children
     legal = edge < high.unsqueeze(1)
     edge = torch.where(legal, edge, start).clamp_(max=len(code) - 1)
     codes = code.index_select(0, edge.view(-1)).view(edge.shape).to(torch.int64)
+    codes.masked_fill_((low == high).unsqueeze(1), 0)  # another depth's code may be none of this one
     return Children(codes, torch.where(legal, edge + 1, -1), legal)
 
 

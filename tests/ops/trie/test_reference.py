@@ -61,3 +61,13 @@ def test_padding_never_reads_past_the_tree():
     last = children(first, code, torch.tensor([number[(4, 4)], -1]), 9)
     assert last.legal.sum() == 1
     assert np.array_equal(last.code.numpy()[0][:1], [4])
+
+
+@settings(max_examples=50, deadline=None)
+@given(sid_sets, st.integers(1, 2))
+def test_padding_is_a_code_of_its_own_depth(sids, depth):
+    """What is not legal is looked up, too: for a tombstone, among logits that a code of step 1 may exceed."""
+    first, code, nodes, _ = flat(sids, 3)
+    own = [i for i, prefix in enumerate(nodes) if len(prefix) == depth]
+    below = {prefix[-1] for prefix in nodes if len(prefix) == depth + 1}
+    assert set(children(first, code, torch.tensor([*own, -1]), 5).code.flatten().tolist()) <= below | {0}
