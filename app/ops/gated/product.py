@@ -13,8 +13,6 @@ from app.ops.driver import tensor_map
 
 SOURCE = Path(__file__).with_name("product.cu")
 ARCH = "sm_90a"
-LEAST = 2048
-"""Rows from which on it is taken: fewer do not fill the device, and torch's products are made for that."""
 WEIGHTS = 32 << 20
 """Bytes of a weight up to which it is taken: its tiles go over all columns first, so L2 must hold the weights."""
 _THREADS, _BLOCKS, _ROWS, _DEEP = 384, 2, 128, 64
@@ -37,11 +35,15 @@ def unfit(x: Tensor, weight: Tensor) -> str | None:
 
 
 def shape_unfit(rows: int, width: int, depth: int) -> str | None:
-    """Why it does not take x [rows, depth] and a weight [2 width, depth]; None where it does."""
+    """Why it does not take x [rows, depth] and a weight [2 width, depth]; None where it does.
+
+    Few rows leave much of the device idle, and are taken all the same: product and gate round twice more, and an answer
+    would depend on how many are in its batch.
+    """
     if width % _ROWS or depth % _DEEP or not width or not depth:
         return f"{width} columns of {depth}; multiples of {_ROWS} and {_DEEP} are served"
-    if rows < LEAST or 4 * width * depth > WEIGHTS:
-        return f"{rows} rows, {4 * width * depth} bytes of weights; from {LEAST} and up to {WEIGHTS} are served"
+    if not rows or 4 * width * depth > WEIGHTS:
+        return f"{rows} rows, {4 * width * depth} bytes of weights; some rows and up to {WEIGHTS} are served"
     return None
 
 

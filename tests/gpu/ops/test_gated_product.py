@@ -66,6 +66,7 @@ class Guarded:
 
 
 SHAPES = [
+    (1, 128, 64), (32, 3584, 896), (300, 1024, 512),
     (2048, 128, 64), (2049, 128, 64), (5000, 7168, 64), (16384, 128, 128), (2049, 3584, 896), (16384, 3584, 896),
     (5000, 1152, 960), (2048, 7168, 4096), (5000, 128, 4096), (16384, 2560, 1024), (2305, 384, 192),
 ]  # fmt: skip
@@ -87,22 +88,23 @@ def test_it_is_the_definition_and_stays_inside_of_its_memory(rows, width, depth,
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_the_operator_takes_it_from_2048_rows_on(dtype, monkeypatch):
+def test_a_rows_numbers_are_the_same_bits_among_however_many(dtype, monkeypatch):
     taken, real = [], product.gated_product
     monkeypatch.setattr(product, "gated_product", lambda x, weight: taken.append(len(x)) or real(x, weight))
     x, weight = operands(2100, 256, 128, dtype)
-    for rows in (2048, 2100):
-        assert_rounded(gated_product(x[:rows], weight), x[:rows], weight)
-    few = x[:2047]
-    assert torch.equal(gated_product(few, weight), gated(*linear(few, weight).chunk(2, 1)))
-    assert taken == [2048, 2100]
+    every = gated_product(x, weight)
+    assert_rounded(every, x, weight)
+    few = (1, 8, 127, 128, 129, 257, 2047)
+    for rows in few:
+        assert torch.equal(gated_product(x[-rows:], weight), every[-rows:])
+    assert taken == [2100, *few]
 
 
 def test_what_it_does_not_take_is_product_and_gate(monkeypatch):
     monkeypatch.setattr(product, "gated_product", SimpleNamespace)  # takes no argument
     x, weight = operands(2304, 256, 128, torch.bfloat16)
     for a, b in (
-        (x[:300], weight), (x, weight[:192]), (x[:, :96], weight[:, :96]), (x[:, 1:65], weight[:, 1:65]),
+        (x[:0], weight), (x, weight[:192]), (x[:, :96], weight[:, :96]), (x[:, 1:65], weight[:, 1:65]),
         (x.float(), weight.float()),
     ):  # fmt: skip
         assert product.unfit(a, b) is not None
