@@ -82,11 +82,20 @@ class Cache:
             library.give(name, self._documents.get((name, source), partial(library.read, name)))
         return library
 
-    def compile(self, name: str, library: Library, contract: Contract, catalogue: Catalogue | None) -> _Result:
-        """As `compile_policy`. What went wrong because of files that are not there is never remembered."""
+    def compile(
+        self,
+        name: str,
+        library: Library,
+        contract: Contract,
+        catalogue: Catalogue | None,
+        between: Callable[[], None] = lambda: None,
+    ) -> _Result:
+        """As `compile_policy`. What went wrong because of files that are not there is never remembered. between: called
+        before what is compiled anew"""
         basis = self._basis(contract.id, catalogue)
 
         def make() -> _Result:
+            between()
             plan, found = compile_policy(name, library, contract, catalogue, proven=basis.proven)
             return plan, tuple(found)
 

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -200,19 +200,21 @@ def compile_folder(
     cache: Cache | None = None,
     running: Traffic | None = None,
     now: float | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> PolicySet:
     """Plans or diagnostics for every policy, and the default.
 
     last_good: what to serve, marked stale, in place of policies with errors, and of experiments (`experiments/NAME`) ·
     cache: what earlier calls compiled · running: the traffic that runs now, of the same contract: what experiments may
-    not change, and what they fall back to · now: wall-clock unix seconds
+    not change, and what they fall back to · now: wall-clock unix seconds · between: called before each policy that is
+    compiled
     """
     cache = cache or Cache()
     library = cache.library(folder.sources)
-    policies = {name: _load(name, library, contract, catalogue, cache) for name in folder.sources}
+    policies = {name: _load(name, library, contract, catalogue, cache, between) for name in folder.sources}
     for name, kept in (last_good or {}).items():
         if name in policies and policies[name].errors:
-            good = _load(name, cache.library(kept.files), contract, catalogue, cache)
+            good = _load(name, cache.library(kept.files), contract, catalogue, cache, between)
             if not good.errors:
                 policies[name] = replace(good, findings=policies[name].findings, stale=True)
     found = Findings(lambda _: ())
@@ -235,8 +237,15 @@ def compile_folder(
     return PolicySet(policies, shared.default, findings, shared.traffic, shared.experiments)
 
 
-def _load(name: str, library: Library, contract: Contract, catalogue: Catalogue | None, cache: Cache) -> Loaded:
-    plan, found = cache.compile(name, library, contract, catalogue)
+def _load(
+    name: str,
+    library: Library,
+    contract: Contract,
+    catalogue: Catalogue | None,
+    cache: Cache,
+    between: Callable[[], None],
+) -> Loaded:
+    plan, found = cache.compile(name, library, contract, catalogue, between)
     chain = library.chain(name)
     if chain is None or any(one.rule.severity == "error" for one in found):
         return Loaded(plan, found)

@@ -41,12 +41,20 @@ Compile = Callable[[Folder, Mapping[str, Kept]], PolicySet]
 """`policies.load.compile_folder` for the contract and the catalogue at hand: (files, last good texts) to policies."""
 
 
-def compiler(contract: Contract, catalogue: Catalogue, cache: Cache, running: Traffic | None = None) -> Compile:
+def compiler(
+    contract: Contract,
+    catalogue: Catalogue,
+    cache: Cache,
+    running: Traffic | None = None,
+    between: Callable[[], None] = lambda: None,
+) -> Compile:
     """How a folder becomes policies for a contract and a catalogue. running: the traffic of the same contract that the
-    new one follows."""
+    new one follows · between: called before each policy that is compiled anew"""
 
     def compile_(folder: Folder, good: Mapping[str, Kept]) -> PolicySet:
-        return compile_folder(folder, contract, catalogue, last_good=good, cache=cache, running=running)
+        return compile_folder(
+            folder, contract, catalogue, last_good=good, cache=cache, running=running, between=between
+        )
 
     return compile_
 

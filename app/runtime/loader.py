@@ -313,15 +313,18 @@ def bind(
     vocab: Vocab,
     vocab_option: Option,
     known: Snapshot | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> Parts:
     """Check weights, vocab and overlay against each other. Raises Rejected.
 
-    known: a snapshot of the same vocab under the same declarations, whose trie and columns are taken over
+    known: a snapshot of the same vocab under the same declarations, whose trie and columns are taken over · between:
+    called between pieces of work
     """
     engine = weights.engine
     check_tokens(engine.missing_tokens(), vocab, f"vocab/{vocab_option.version}")
+    between()
     since = now_iso()
-    side = known.side if known is not None else side_data(vocab, deployment)
+    side = known.side if known is not None else side_data(vocab, deployment, between)
     return Parts(
         contract=weights.contract,
         engine=engine,

@@ -26,6 +26,7 @@ from app.runtime.columns import catalogue_of
 from app.runtime.in_force import InForce, compiler, document, renew
 from app.runtime.logs import Log
 from app.runtime.metrics import Metrics
+from app.runtime.pace import Pace
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
 from app.runtime.watch import Listing, scan, settled
@@ -119,11 +120,13 @@ class PolicyUpdates:
         self._remember(state)
 
     async def compiled_for(self, snapshot: Snapshot) -> InForce:
-        """The folder as it is in force, compiled for the contract and the catalogue of another snapshot."""
+        """The folder as it is in force, compiled for the contract and the catalogue of another snapshot; it rests as a
+        load does, since a new catalogue compiles every policy anew."""
         state, active = self._started(), self._runtime.active
         same = active is not None and active.contract.id == snapshot.contract.id
         running = state.policies.traffic if same else None
-        compile_ = compiler(snapshot.contract, catalogue_of(snapshot.vocab, snapshot.side), self._cache, running)
+        catalogue = catalogue_of(snapshot.vocab, snapshot.side)
+        compile_ = compiler(snapshot.contract, catalogue, self._cache, running, Pace(lambda: self._runtime.busy))
         files = state.folder if state.held else state.disk
         made = await self._background.run(lambda: renew(state, files, state.listing, compile_, self._clock()))
         return replace(made, disk=state.disk, held=state.held, bad={**made.bad, **state.bad}) if state.held else made

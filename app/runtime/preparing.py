@@ -94,7 +94,7 @@ class Preparation:
             self._moved(kind, option, State.VALIDATING)
         known = _same_catalogue(want, residents)
         return await self._background.run(
-            lambda: bind(want.deployment, weights, want.weights, vocab, want.vocab, known)
+            lambda: bind(want.deployment, weights, want.weights, vocab, want.vocab, known, self._between)
         )
 
     async def _weights(self, want: Want, residents: tuple[Resident, ...]) -> Weights:
@@ -119,7 +119,9 @@ class Preparation:
         deployment, device = want.deployment, self._device
         vocab = next((one.snapshot.vocab for one in residents if one.vocab.digest == want.vocab.digest), None)
         if vocab is None:
-            return await self._load("vocab", want.vocab, lambda path: read_fitting_vocab(path, deployment, device))
+            return await self._load(
+                "vocab", want.vocab, lambda path: read_fitting_vocab(path, deployment, device, self._between)
+            )
         if _same_catalogue(want, residents) is None:
             try:
                 check_columns_fit(vocab, deployment, device)

@@ -111,11 +111,11 @@ def model_files(directory: Path) -> ModelFiles:
     return ModelFiles(config, directory, {name: entry.shape for name, entry in read_entries(directory).items()})
 
 
-def read_vocab(directory: Path, sizes: Sequence[int]) -> Vocab:
-    """A vocab version, with the files beside its table checked, too. Raises Rejected."""
+def read_vocab(directory: Path, sizes: Sequence[int], between: Callable[[], None] = lambda: None) -> Vocab:
+    """A vocab version, with the files beside its table checked, too. Raises Rejected. between: as in `read_weights`"""
     with nothing_unexpected():
-        verify(directory, "vocab", lambda name: name != artifact.FILE)
-        return artifact.load_vocab(directory, sizes)
+        verify(directory, "vocab", lambda name: name != artifact.FILE, between)
+        return artifact.load_vocab(directory, sizes, between)
 
 
 @contextmanager
@@ -137,10 +137,12 @@ def nothing_unexpected() -> Iterator[None]:
         raise Rejected("unexpected", message) from error
 
 
-def read_fitting_vocab(directory: Path, deployment: Deployment, device: torch.device) -> Vocab:
+def read_fitting_vocab(
+    directory: Path, deployment: Deployment, device: torch.device, between: Callable[[], None] = lambda: None
+) -> Vocab:
     """The same, where there is room for it and for what the overlay declares of it. Raises Rejected."""
     check_vocab_fits(directory, deployment, device)
-    return read_vocab(directory, deployment.sid.sizes)
+    return read_vocab(directory, deployment.sid.sizes, between)
 
 
 def _is_streamed(name: str) -> bool:

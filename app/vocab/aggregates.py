@@ -7,7 +7,7 @@ or excluded still count: a request's masks know of those, an aggregate does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple
@@ -85,8 +85,9 @@ def sizes(deployment: Deployment, items: int, nodes: int) -> tuple[int, int]:
     return nodes * by_node + items * (sum(widths) + len(deployment.lists)), nodes * by_node
 
 
-def side_data(vocab: Vocab, deployment: Deployment) -> SideData:
-    """The declared columns of a vocab; what it costs is in bench/results/vocab.json.
+def side_data(vocab: Vocab, deployment: Deployment, between: Callable[[], None] = lambda: None) -> SideData:
+    """The declared columns of a vocab; what it costs is in bench/results/vocab.json. between: called after each of
+    them.
 
     Raises Rejected, all findings together, with the places in deployment.toml: where the catalogue has no such
     attribute, or one of another type, or where items have no value and nothing says what then.
@@ -99,6 +100,7 @@ def side_data(vocab: Vocab, deployment: Deployment) -> SideData:
                 columns |= _columns(vocab, name, declared, f"{table}.{name}")
             except Rejected as error:
                 wrong.append(error)
+            between()
     if wrong:
         raise Rejected.together(wrong)
     return SideData(columns, tables(deployment))

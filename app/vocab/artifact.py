@@ -65,27 +65,27 @@ def save_vocab(
         return commit(made, "vocab", version, made_by, requires or {})
 
 
-def load_vocab(directory: Path, sizes: Sequence[int]) -> Vocab:
+def load_vocab(directory: Path, sizes: Sequence[int], between: Callable[[], None] = lambda: None) -> Vocab:
     """Read ROOT/vocab/<version>, verifying every byte while it is read once.
 
-    sizes  C_1..C_L of the deployment
+    sizes  C_1..C_L of the deployment · between: called between pieces of work
     Raises Rejected (location = file, and array or row in it; a finding a row, the first twenty of a kind): whatever
     `read_manifest` refuses, digests that do not match, arrays that do not fit together, other sizes, codes out of
     range, items out of SID order, ids given twice.
     """
-    return _open(directory, tuple(sizes))
+    return _open(directory, tuple(sizes), between)
 
 
 def open_vocab(directory: Path) -> Vocab:
     """The same for whatever sizes the version was made for."""
-    return _open(directory, None)
+    return _open(directory, None, lambda: None)
 
 
-def _open(directory: Path, sizes: tuple[int, ...] | None) -> Vocab:
+def _open(directory: Path, sizes: tuple[int, ...] | None, between: Callable[[], None]) -> Vocab:
     manifest = read_manifest(directory, "vocab")
     if FILE not in manifest.files:
         raise Rejected("file_missing", "a vocab version holds this file", location=FILE)
-    arrays, text = from_bytes(read_file(directory, FILE, manifest.files[FILE]), FILE)
+    arrays, text = from_bytes(read_file(directory, FILE, manifest.files[FILE], between), FILE)
     try:
         metadata = msgspec.json.decode(text, type=Metadata)
     except msgspec.DecodeError as error:
@@ -94,7 +94,9 @@ def _open(directory: Path, sizes: tuple[int, ...] | None) -> Vocab:
         message = f"made for sizes {list(metadata.sizes)}, the deployment has {list(sizes)}"
         raise Rejected("sizes_differ", message, location=FILE)
     try:
-        return make_vocab(_table(arrays, metadata), metadata.sizes, version=manifest.version, digest=manifest.digest)
+        table = _table(arrays, metadata)
+        between()
+        return make_vocab(table, metadata.sizes, version=manifest.version, digest=manifest.digest, between=between)
     except Rejected as error:
         raise Rejected.together(within(FILE, error)) from error
 

@@ -104,6 +104,19 @@ def hash_strings(strings: Strings) -> npt.NDArray[np.int64]:
     return hashes.view(np.int64)
 
 
+def _stable_order(numbers: npt.NDArray[np.int64], between: Callable[[], None]) -> npt.NDArray[np.int64]:
+    """As `np.argsort(numbers, kind="stable")`, in two thirds of its time where they are spread evenly: they are sorted
+    with their places in the low bits; then they are almost in order, and a stable sort has little left to do."""
+    bits = max(len(numbers) - 1, 1).bit_length()
+    key = numbers >> bits
+    key <<= bits
+    key |= np.arange(len(numbers))
+    key.sort()
+    key &= (1 << bits) - 1
+    between()
+    return key[np.argsort(numbers[key], kind="stable")]
+
+
 def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     word = (word ^ (word >> np.uint64(30))) * _FIRST
     word = (word ^ (word >> np.uint64(27))) * _SECOND
@@ -136,15 +149,27 @@ class Ids:
     hash_of: Callable[[Strings], npt.NDArray[np.int64]]
 
     @classmethod
-    def build(cls, strings: Strings, hash_of: Callable[[Strings], npt.NDArray[np.int64]] = hash_strings) -> Ids:
-        """Hash and sort; nobody else in the process waits for it."""
-        hashes = hash_of(strings)
-        by_hash = np.argsort(hashes, kind="stable")
+    def build(
+        cls,
+        strings: Strings,
+        hash_of: Callable[[Strings], npt.NDArray[np.int64]] = hash_strings,
+        between: Callable[[], None] = lambda: None,
+    ) -> Ids:
+        """Hash and sort; nobody else in the process waits for it. between: called between array operations."""
+        hashes = np.empty(len(strings), np.int64)
+        for begin in range(0, len(strings), BLOCK):
+            between()
+            hashes[begin : begin + BLOCK] = hash_of(Strings(strings.text, strings.start[begin : begin + BLOCK + 1]))
+        between()
+        by_hash = _stable_order(hashes, between)
         hashes = hashes[by_hash]
+        between()
         kind = np.int32 if len(strings) < 2**31 else np.int64
         bits = max(1, len(strings).bit_length() - 1)
         low = np.arange(-(1 << bits - 1), 1 << bits - 1) << (64 - bits)
-        return cls(strings, hashes, by_hash.astype(kind), np.searchsorted(hashes, low).astype(kind), hash_of)
+        edges = np.searchsorted(hashes, low).astype(kind)
+        between()
+        return cls(strings, hashes, by_hash.astype(kind), edges, hash_of)
 
     def duplicate(self) -> tuple[int, int] | None:
         """Two numbers of one id, lower first; None where all differ."""

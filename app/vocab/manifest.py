@@ -175,18 +175,21 @@ def verify(
     return manifest
 
 
-def read_file(directory: Path, name: str, entry: FileEntry) -> memoryview:
+def read_file(directory: Path, name: str, entry: FileEntry, between: Callable[[], None] = lambda: None) -> memoryview:
     """The bytes of one file, verified while they are read once: what is used is what was checked.
 
     The memory is the process's own; clearing, as a bytearray does, would hold the interpreter for a large one.
+    between: called before each `CHUNK`
 
     Raises Rejected(location = the file) where they do not match the manifest.
     """
     view, digest, at = np.empty(entry.size, np.uint8).data, hashlib.sha256(), 0
     with _opened(directory, name) as descriptor:
+        between()
         while at < entry.size and (count := os.readv(descriptor, [view[at : at + CHUNK]])):
             digest.update(view[at : at + count])
             at += count
+            between()
         if at < entry.size or os.read(descriptor, 1):
             raise Rejected("file_size", f"not the {entry.size} bytes that the manifest says", location=name)
     _check_digest(name, entry, digest.hexdigest())

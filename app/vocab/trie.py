@@ -13,7 +13,7 @@ are a contiguous range of item numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -87,22 +87,25 @@ class Trie:
         return np.where(found, low + 1, -1)
 
 
-def build_trie(codes: npt.ArrayLike, sizes: Sequence[int]) -> tuple[Trie, Index, Index]:
+def build_trie(
+    codes: npt.ArrayLike, sizes: Sequence[int], between: Callable[[], None] = lambda: None
+) -> tuple[Trie, Index, Index]:
     """Sort the SIDs of a catalogue and lay out their tree.
 
     codes  [n, L] integers; the row order is the order of preference among items of one SID
-    sizes  C_1..C_L
+    sizes  C_1..C_L · between: called between array operations
     Returns the trie, order [n] (item number -> row) and leaf_items [leaves + 1]: leaf l holds the items
     leaf_items[l] : leaf_items[l + 1]. Both int32 unless they cannot fit. O(n log n) time, no object per item.
     Raises Rejected with the row for a wrong number of steps or a code that its step does not have.
     """
     table = np.asarray(codes)
     check_codes(table, sizes)
+    between()
     order = sid_order(table, sizes)
     ordered = table if order is None else table[order]
     rows = len(table)
     index = np.dtype(np.int32) if rows * len(sizes) + 1 < 2**31 else np.dtype(np.int64)
-    trie, leaf_items = _layout(ordered, index)
+    trie, leaf_items = _layout(ordered, index, between)
     return trie, (np.arange(rows, dtype=index) if order is None else order.astype(index, copy=False)), leaf_items
 
 
@@ -157,7 +160,7 @@ def sid_order(table: npt.NDArray[Any], sizes: Sequence[int]) -> npt.NDArray[np.i
     return key
 
 
-def _layout(ordered: npt.NDArray[Any], index: np.dtype[Any]) -> tuple[Trie, Index]:
+def _layout(ordered: npt.NDArray[Any], index: np.dtype[Any], between: Callable[[], None]) -> tuple[Trie, Index]:
     """Nodes level by level from sorted SIDs: a row starts a node of depth t where one of its first t codes is new."""
     rows, steps = ordered.shape
     if rows == 0:
@@ -170,6 +173,7 @@ def _layout(ordered: npt.NDArray[Any], index: np.dtype[Any]) -> tuple[Trie, Inde
     code: list[Codes] = []
     level_start = [0, 1]
     for step in range(steps):
+        between()
         deeper = new.copy()
         deeper[1:] |= ordered[1:, step] != ordered[:-1, step]
         below = np.flatnonzero(deeper)
@@ -179,6 +183,7 @@ def _layout(ordered: npt.NDArray[Any], index: np.dtype[Any]) -> tuple[Trie, Inde
         code.append(ordered[below, step].astype(np.int32))
         level_start.append(level_start[-1] + len(below))
         new, starts = deeper, below
+    between()
     leaves, edges = len(starts), level_start[-1] - 1
     first.append(np.full(leaves + 1, edges, index))
     leaf_items = np.append(starts, rows).astype(index)

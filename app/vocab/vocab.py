@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
@@ -134,18 +134,28 @@ def arrange(table: Table, sizes: Sequence[int]) -> Table:
     return Table(table.ids.take(order), table.codes[order], columns)
 
 
-def make_vocab(table: Table, sizes: Sequence[int], *, version: str = "", digest: str = "") -> Vocab:
-    """A vocabulary from a table in item order (see `arrange`).
+def make_vocab(
+    table: Table,
+    sizes: Sequence[int],
+    *,
+    version: str = "",
+    digest: str = "",
+    between: Callable[[], None] = lambda: None,
+) -> Vocab:
+    """A vocabulary from a table in item order (see `arrange`). between: called between array operations.
 
     Raises Rejected for codes out of range, SIDs out of order and ids given twice: a finding an item, with its number
     as its row.
     """
-    trie, order, leaf_items = build_trie(table.codes, sizes)
-    names = Ids.build(table.ids)
+    trie, order, leaf_items = build_trie(table.codes, sizes, between)
+    between()
+    names = Ids.build(table.ids, between=between)
     found = [*_out_of_order(order), *duplicates(names)]
     if found:
         raise Rejected.together(found)
+    between()
     leaf_of = _ranges(leaf_items[:-1], len(table.codes))
+    between()
     parent = np.zeros(trie.nodes, leaf_items.dtype)
     parent[1:] = _ranges(trie.first[: trie.level_start[-2]], len(trie.code))
     attributes = dict(table.columns)

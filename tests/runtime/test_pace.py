@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -60,3 +61,24 @@ async def test_a_version_is_loaded_with_rests_where_there_are_batches_alone(tmp_
         await server.settles(lambda status: status["active"]["weights"]["version"] == "v2")
     assert (len(rests) >= 3) is busy  # behind the headers, behind the contract, and before the tensors
     assert rests == [] or max(rests) <= MOST_S
+
+
+@pytest.mark.parametrize("busy", [True, False])
+async def test_a_vocab_is_loaded_and_its_policies_are_compiled_with_rests_where_there_are_batches(
+    tmp_path, monkeypatch, busy
+):
+    rests = []
+    monkeypatch.setattr(
+        pace.Pace.__init__,
+        "__defaults__",
+        (time.perf_counter, lambda _: rests.append(threading.current_thread().name)),
+    )
+    monkeypatch.setattr(Runtime, "busy", property(lambda _: busy))
+    policies = {"base": "widebeam: 1\n", "wide": "widebeam: 1\nextends: base\nwidths: [4, 8, 8]\n"}
+    root = support.write_root(tmp_path / "root", policies=policies)
+    async with live_server(root) as server:
+        support.write_vocab(root, (4, 5, 6), [{"id": "one", "sid": (1, 2, 3)}, {"id": "two", "sid": (3, 2, 1)}], "v2")
+        await server.settles(lambda status: status["active"]["vocab"]["version"] == "v2")
+    # file and table, three levels, ids and what is made of their order; then one for each policy
+    assert (rests.count("widebeam-artifacts") >= 12) is busy
+    assert rests.count("widebeam-policies") == (len(policies) if busy else 0)

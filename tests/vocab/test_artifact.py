@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from app.errors import Rejected
+from app.vocab import items, manifest
 from app.vocab.arrays import from_bytes, to_bytes
 from app.vocab.artifact import load_vocab, open_vocab, save_vocab
 from app.vocab.items import Numbers, Strings, Table, Texts
@@ -87,6 +88,32 @@ def test_an_existing_version_is_never_overwritten(tmp_path: Path) -> None:
     assert caught.value.code == "version_exists"
     assert (tmp_path / "vocab/v1/MANIFEST.json").read_bytes() == before
     assert [path.name for path in (tmp_path / "vocab").iterdir()] == ["v1"], "a draft was left behind"
+
+
+def test_whoever_loads_is_asked_between_pieces_and_may_give_up_at_each_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(items, "BLOCK", 50)
+    monkeypatch.setattr(manifest, "CHUNK", 1000)
+    made = save_vocab(table_of([f"item {n}" for n in range(200)]), SIZES, tmp_path, "v1", made_by="test")
+    asked: list[int] = []
+    load_vocab(made.directory, SIZES, lambda: asked.append(1))
+    size = (made.directory / "items.safetensors").stat().st_size
+    # the file's chunks, the table, the levels of the tree, 200 / 50 blocks of ids, what is made of their order
+    assert len(asked) >= size // 1000 + 1 + len(SIZES) + 4 + 4
+
+    class Enough(Exception):
+        """Somebody has had it."""
+
+    for last in range(1, len(asked) + 1):
+        left = iter(range(last - 1))
+
+        def give_up(left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise Enough
+
+        with pytest.raises(Enough):
+            load_vocab(made.directory, SIZES, give_up)
 
 
 def test_other_sizes_than_the_deployments_are_refused(tmp_path: Path) -> None:

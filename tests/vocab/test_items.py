@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +32,24 @@ def test_a_search_from_an_edge_ends_where_halving_ends(known: list[int], more: l
     ids = Ids.build(Strings.of([b"x"] * len(known)), hash_of=lambda _: np.array(known, np.int64))
     keys = np.array([*known, *more, -(2**63), 2**63 - 1], np.int64)
     assert ids._place(keys).tolist() == np.searchsorted(np.sort(known), keys).tolist()
+
+
+@given(st.lists(hashes | st.integers(-3, 3), max_size=80), st.integers(0, 60))
+def test_items_stand_in_the_stable_order_of_their_hashes(known: list[int], apart: int) -> None:
+    numbers = np.array(known, np.int64) >> apart  # the more, the more are equal
+    ids = Ids.build(Strings.of([b"x"] * len(known)), hash_of=lambda _: numbers)
+    assert ids.by_hash.tolist() == np.argsort(numbers, kind="stable").tolist()
+    assert ids.hashes.tolist() == np.sort(numbers).tolist()
+
+
+@given(names)
+def test_hashes_are_the_same_in_whatever_pieces_they_are_made(texts: list[str]) -> None:
+    strings, asked = Strings.of(utf8(texts)), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(items, "BLOCK", 3)
+        ids = Ids.build(strings, between=lambda: asked.append(1))
+    assert ids.hashes.tolist() == np.sort(hash_strings(strings)).tolist()
+    assert len(asked) >= len(texts) / 3
 
 
 @given(names)
