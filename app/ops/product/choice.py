@@ -98,7 +98,7 @@ def _measured(key: Key, rows: int, stream: torch.cuda.Stream) -> Choice:
         best, times = quickest(ways, bench.lap)
         algorithm = ways[best].algorithm
         least = LEAST if algorithm is None else from_rows(rows, lambda n: _gains(Bench(key, n, stream), algorithm))
-    except torch.cuda.OutOfMemoryError:
+    except (torch.cuda.OutOfMemoryError, lt.Failed):  # before CUDA 12.9 cuBLASLt has no scales of rows; torch has
         return Choice(key, Chosen(None), rows)
     return Choice(key, Chosen(algorithm, least), rows, times[0], times[best])
 

@@ -10,7 +10,7 @@ import torch
 from app.ops.product import choice as room
 from app.ops.product import operators
 from app.ops.product.choice import KEPT, Way, choose, from_rows, quickest
-from app.ops.product.lt import Algorithm
+from app.ops.product.lt import Algorithm, Failed
 from app.ops.product.table import LEAST, Chosen, Key, Table
 
 KEY = Key(0, torch.bfloat16, 896, 896, onto=True)
@@ -137,6 +137,25 @@ def test_without_memory_to_measure_in_torchs_algorithm_stays():
         raise torch.cuda.OutOfMemoryError("the step itself")
 
     assert choose([short], table) == ()
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("lacks", ["a description", "the handle"])
+def test_where_cublaslt_cannot_describe_a_product_torchs_algorithm_stays(monkeypatch, lacks):
+    class Without(FakeBench):
+        def __init__(self, key, rows, stream):
+            super().__init__(key, rows, stream)
+            if lacks == "a description":
+                raise Failed("attribute 31 of a product", 7)
+
+        def ways(self, algorithms=None):
+            raise Failed("cublasLtCreate", 1)
+
+    monkeypatch.setattr(room, "Bench", Without)
+    table = Table()
+    [found] = choose([lambda: table.find(KEY, 2000)], table)
+    assert found.chosen.algorithm is None
+    assert found.document()["from_rows"] is None
 
 
 def test_noting_ends_with_what_is_run(monkeypatch):
