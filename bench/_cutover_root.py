@@ -162,6 +162,7 @@ def clean(work: Path) -> None:
         if not (root / kind / "v1").exists():
             publish(work, kind, 0, "v1")
     shutil.rmtree(root / "state", ignore_errors=True)
+    shutil.rmtree(work / "trash", ignore_errors=True)
     ask_for(work, dict.fromkeys(HEAVY, "v1"))
 
 
@@ -173,14 +174,18 @@ def ask_for(work: Path, wanted: Mapping[Kind, str]) -> None:
 
 
 def drop_old(work: Path, wanted: Collection[str]) -> None:
-    """Remove all but the youngest versions, none of them wanted; each is gone at once, and no part of it is seen."""
+    """Remove all but the youngest versions, none of them wanted; each is gone at once, and no part of it is seen.
+
+    They lie outside of the root until `clean`: were the links deleted, the times of the same files in younger versions
+    would change, and the server would read and hash those again, beside the next update.
+    """
     trash = work / "trash"
     trash.mkdir(exist_ok=True)
     for kind in HEAVY:
         found = sorted((work / "root" / kind).glob("v*"), key=lambda path: version_key(path.name))
         for path in found[:-KEPT]:
             if path.name not in wanted:
-                shutil.rmtree(path.rename(trash / f"{kind}-{path.name}"))
+                path.rename(trash / f"{kind}-{path.name}")
 
 
 def publish(work: Path, kind: Kind, content: int, version: str) -> None:

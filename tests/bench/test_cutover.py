@@ -190,6 +190,19 @@ def test_versions_are_there_before_they_are_asked_for_and_gone_only_when_nobody_
     assert [path.name for path in (root / "vocab").iterdir()] == ["v1"]
 
 
+def test_a_version_that_is_dropped_changes_no_file_of_those_that_stay(tmp_path):
+    root = make_root(tmp_path, TOY)
+    clean(tmp_path)
+    for number in range(2, 2 + KEPT):  # v4 has the content of v1: links to the same files
+        publish(tmp_path, "vocab", (number - 1) % 3, f"v{number}-x")
+    before = {path: path.stat().st_ctime_ns for path in (root / "vocab").glob("v*-x/*")}
+    drop_old(tmp_path, {"v5-x"})
+    assert not (root / "vocab" / "v1").exists()
+    assert {path: path.stat().st_ctime_ns for path in (root / "vocab").glob("v*/*")} == before
+    clean(tmp_path)
+    assert not (tmp_path / "trash").exists()
+
+
 def test_what_goes_wrong_ends_the_updates_and_not_the_part(tmp_path):
     clean_root = make_root(tmp_path, TOY)
     clean(tmp_path)

@@ -81,4 +81,4 @@ async def test_a_vocab_is_loaded_and_its_policies_are_compiled_with_rests_where_
         await server.settles(lambda status: status["active"]["vocab"]["version"] == "v2")
     # file and table, three levels, ids and what is made of their order; then one for each policy
     assert (rests.count("widebeam-artifacts") >= 12) is busy
-    assert rests.count("widebeam-policies") == (len(policies) if busy else 0)
+    assert (rests.count("widebeam-policies") >= len(policies)) is busy
