@@ -49,21 +49,27 @@ def unreadable(one: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def jobs(root):
-    """A request under each policy."""
+    """A request under each policy, and whether that has quotas."""
     deployment, snapshot, catalogue = root
     plans, library = {}, sources()
     for name in library:
         plans[name], found = compile_policy(name, library, snapshot.contract, catalogue)
         assert plans[name] is not None, found.text()
     snapshot = snapshot.having(policies=support.Policies(plans, default="base"))
+    user, without = {"age_days": 3}, HISTORY[:1]
     return [
-        support.job_of(snapshot, deployment, HISTORY, policy=name, k=12, user={"age_days": 3}, exclude=HISTORY[:1])
-        for name in library
+        (
+            support.job_of(snapshot, deployment, HISTORY, policy=name, k=12, user=user, exclude=without),
+            b"quota:" in source.data,
+        )
+        for name, source in library.items()
     ]
 
 
 @pytest.mark.parametrize(("kind", "line"), [(Ancestry, 0), (Compaction, 10**9)])
 def test_no_policy_asks_the_device_for_anything(jobs, kind, line, monkeypatch):
+    """line: of quotas; the others need not be looked at twice."""
+    jobs = [job for job, quotas in jobs if quotas or not line]
     monkeypatch.setattr(quota, "LINE", line)
     monkeypatch.setattr(quota, "LOOK", 1)
     monkeypatch.setattr(groups, "MOST_PREFIXES", 1)
