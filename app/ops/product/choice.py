@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from statistics import median
 from typing import Final, NamedTuple, TypeVar
@@ -214,8 +215,11 @@ class Bench:
         try:
             for number in range(LAUNCHES):
                 self._multiply(algorithm, number % len(self._xs))
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # it would hide what went wrong: no memory, say
+                graph.capture_end()
+            raise
+        graph.capture_end()
         graph.replay()  # the first takes longer
         once = self._lap(graph, 1) * LAUNCHES
         return Way(algorithm, graph, max(1, round(LAP_MS / once)))

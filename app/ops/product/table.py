@@ -43,8 +43,9 @@ class Table:
         """The algorithm for a product of some rows; None where torch multiplies."""
         chosen = self._chosen.get(key)
         if chosen is None:
-            if self._wanted is not None and rows >= LEAST:
-                self._wanted[key] = max(rows, self._wanted.get(key, 0))
+            wanted = self._wanted  # whoever notes may end meanwhile
+            if wanted is not None and rows >= LEAST:
+                wanted[key] = max(rows, wanted.get(key, 0))
             return None
         return chosen.algorithm if rows >= chosen.rows else None
 
