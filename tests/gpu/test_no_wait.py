@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import time
-import warnings
 
 import msgspec
 import pytest
@@ -22,7 +21,7 @@ from app.runtime.metrics import Metrics
 from app.runtime.steps import StepLoop
 from tests import support
 from tests.gpu.alike import REPOSITORY, USERS, K, root_of
-from tests.gpu.test_graphs import token_batches
+from tests.gpu.test_graphs import launched_without_a_wait, token_batches
 
 COOKBOOK = REPOSITORY / "docs" / "policies" / "cookbook"
 RECIPES = [path.stem for path in sorted(COOKBOOK.glob("*.yaml")) if "head." not in path.read_text()]
@@ -77,19 +76,6 @@ def answers(snapshot, served):
     return {
         end.job.request.request_id: (snapshot.vocab.ids(end.result.items), end.result.scores.tolist()) for end in served
     }
-
-
-def launched_without_a_wait(loop, jobs):
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that it does not see every wait yet
-            torch.cuda.set_sync_debug_mode("error")
-        flight = loop.launch(Batch(tuple(jobs)))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for end in flight.served:
-        raise end.result.__cause__ or end.result  # with the line that waits
-    return loop.finish(flight)
 
 
 def check(world, name):
