@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from app.core import StepOutput, Survivors
+from app.engine.captures import Recorded
 from app.engine.cuda_graphs import CudaRecorder
 from app.engine.families.onerec import Block, Feed, OneRec
 from app.engine.fp8 import normed_for
-from app.engine.graphs import Recorded
 from app.ops.attention import context_attention, prefix_attention
 from app.ops.download import Download
 from app.ops.trie import dense

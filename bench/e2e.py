@@ -41,7 +41,7 @@ import msgspec
 import torch
 
 from app.core import Ranked
-from app.engine.graphs import Taken
+from app.engine.captures import Taken
 from app.runtime.job import Batch, Job, Served
 from app.runtime.metrics import Metrics
 from app.runtime.snapshot import Snapshot

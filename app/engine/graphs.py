@@ -11,27 +11,18 @@ slots of that arena, all of them numbers that may be looked up. Nobody reads wha
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from app.config import Limits
 from app.core import Arena, Rows, StepOutput
+from app.engine.captures import Captures, Recorder, Taken, Turn
 from app.engine.engine import Engine
-from app.errors import Rejected
-from app.ops.product import Choice
-
-KEPT = 8
-"""Slots whose graphs are kept although no engine in memory uses them."""
-SPARE = 64 << 20
-"""Bytes that stay free beside another slot's graphs."""
 
 
 class Shape(NamedTuple):
@@ -40,54 +31,6 @@ class Shape(NamedTuple):
     t: int
     rows: int
     full: bool
-
-
-class Taken(NamedTuple):
-    """What a capture cost: new graphs, seconds, and bytes of the device's memory. refused: why an engine's steps cannot
-    be captured and run as they are; None where they can. choices: algorithms of products that were chosen before."""
-
-    graphs: int = 0
-    seconds: float = 0.0
-    bytes: int = 0
-    refused: str | None = None
-    choices: tuple[Choice, ...] = ()
-
-    @classmethod
-    def of(cls, parts: Sequence[Taken]) -> Taken:
-        """Captures one after the other."""
-        refused = next((one.refused for one in parts if one.refused is not None), None)
-        graphs, size = sum(one.graphs for one in parts), sum(one.bytes for one in parts)
-        return cls(graphs, sum(one.seconds for one in parts), size, refused)
-
-
-class Recorded(Protocol):
-    """A captured step. `output` has a fixed place, overwritten by the next replay of any graph of the same recorder."""
-
-    @property
-    def output(self) -> StepOutput:
-        """Of all rows of the bucket."""
-
-    def replay(self) -> None:
-        """Compute it from what the inputs hold now; does not wait for it."""
-
-
-class Recorder(Protocol):
-    """Captures what is launched."""
-
-    def record(self, run: Callable[[], StepOutput], *, fresh: bool) -> Recorded:
-        """What `run` launches. fresh: run it once before, which loads and compiles kernels; it writes the arena.
-
-        Raises Rejected("no_memory" | "capture_failed").
-        """
-
-    def used(self) -> int:
-        """Bytes of the device's memory that are in use."""
-
-    def free(self) -> int:
-        """Bytes of it that are not."""
-
-    def end(self, *, fresh: bool) -> None:
-        """All that was to be recorded now is."""
 
 
 def bucket(rows: int, most: int) -> int:
@@ -165,34 +108,6 @@ class StaticRows:
         self._held = rows.request, rows.row_start
 
 
-@dataclass(frozen=True, slots=True)
-class _Set:
-    """The graphs over one slot, and the family's constants that they were captured with and read."""
-
-    constants: Mapping[str, Tensor]
-    by_shape: Mapping[Shape, Recorded]
-
-    def fits(self, engine: Engine) -> bool:
-        """Whether an engine at the same addresses has the same constants."""
-        own, held = engine.constants(), self.constants
-        if {name: _kind(one) for name, one in own.items()} != {name: _kind(one) for name, one in held.items()}:
-            return False
-        with _beside(engine.device):  # and one answer for all: in line with the batches, each would wait for them
-            same = [torch.eq(one, held[name]).all() for name, one in own.items()]
-            return not same or bool(torch.stack(same).all())
-
-
-def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
-    return tensor.dtype, tensor.shape
-
-
-def _beside(device: torch.device) -> AbstractContextManager[object]:
-    """Where what was made before is looked at without waiting for what else a GPU has to do."""
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
 class Graphs:
     """The captured steps over one arena (one lane of one contract). `prepare` off the request path, by one thread at a
     time; `step` by the thread that computes."""
@@ -204,47 +119,19 @@ class Graphs:
         sizes: Sequence[int],
         device: torch.device,
         recorder: Recorder,
-        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+        turn: Turn = nullcontext,
         steps: range | None = None,
     ) -> None:
         """turn: what each capture happens in · steps: those that are replayed over this arena; None: all."""
-        self._arena, self._limits, self._sizes, self._recorder = arena, limits, tuple(sizes), recorder
-        self._turn, self._steps = turn, range(1, len(sizes) + 1) if steps is None else steps
+        self._arena, self._limits, self._sizes = arena, limits, tuple(sizes)
+        self._steps = range(1, len(sizes) + 1) if steps is None else steps
         self._most = most_rows(limits, sizes)
         self._rows = StaticRows(self._most, limits.batch, device)
-        self._sets: dict[tuple[int, ...], _Set] = {}
-        self._bound: WeakKeyDictionary[Engine, _Set] = WeakKeyDictionary()
-        self._fresh = True
-        self._cost = 0
+        self._captures = Captures(recorder, self._runs, turn)
 
     def prepare(self, engine: Engine) -> Taken:
-        """Have a graph for every shape of an engine's steps: those of its slot where they are there already.
-
-        Before the first batch over the arena kernels are run once each; later nothing runs, and batches may go on.
-        Steps that read something back from the device while they run cannot be captured: `Taken.refused`. Raises
-        Rejected("no_memory").
-        """
-        if engine in self._bound:
-            return Taken()
-        known = self._sets.get(engine.addresses)
-        if known is not None and known.fits(engine):
-            self._bound[engine] = known
-            return Taken()
-        if self._cost and self._cost + SPARE > self._recorder.free():
-            # found out in the middle, it would be the batches beside it that find no memory
-            message = f"{self._cost >> 20} MiB are needed for CUDA graphs, {self._recorder.free() >> 20} MiB are free"
-            raise Rejected("no_memory", message, location="deployment.toml: limits")
-        began, used = time.monotonic(), self._recorder.used()
-        try:
-            made = self._captured(engine)
-        except Rejected as error:
-            if error.code != "capture_failed":
-                raise
-            return Taken(refused=error.message)
-        self._sets[engine.addresses] = self._bound[engine] = made
-        self._trim()
-        self._cost = max(0, self._recorder.used() - used)
-        return Taken(len(made.by_shape), time.monotonic() - began, self._cost)
+        """Have a graph for every shape of an engine's steps; see `Captures.prepare`."""
+        return self._captures.prepare(engine)
 
     def largest(self, engine: Engine) -> Iterator[Callable[[], StepOutput]]:
         """Each step by the most rows that it can have. They write the arena."""
@@ -252,40 +139,30 @@ class Graphs:
             if t >= engine.first_step:
                 yield partial(engine.step, t, self._rows.view(Shape(t, self._most[t - 1], full=False)), self._arena)
 
-    def _captured(self, engine: Engine) -> _Set:
-        fresh, self._fresh = self._fresh, False
-        made: dict[Shape, Recorded] = {}
-        try:
-            for shape in plan(self._limits, self._sizes, first=engine.first_step, log_norm=engine.log_norm):
-                if shape.t not in self._steps:
-                    continue
-                run = partial(engine.step, shape.t, self._rows.view(shape), self._arena)
-                with self._turn():
-                    made[shape] = self._recorder.record(run, fresh=fresh)
-        finally:
-            self._recorder.end(fresh=fresh)
-        return _Set(engine.constants(), made)
-
-    def _trim(self) -> None:
-        """Let graphs go whose slots nobody uses, oldest first, once there are many."""
-        used = {id(one) for one in self._bound.values()}
-        idle = [addresses for addresses, one in self._sets.items() if id(one) not in used]
-        for addresses in idle[: max(0, len(self._sets) - KEPT)]:
-            del self._sets[addresses]
+    def _runs(self, engine: Engine, _fresh: bool) -> Iterator[tuple[Shape, Callable[[], StepOutput]]]:
+        for shape in plan(self._limits, self._sizes, first=engine.first_step, log_norm=engine.log_norm):
+            if shape.t in self._steps:
+                yield shape, partial(engine.step, shape.t, self._rows.view(shape), self._arena)
 
     def step(self, engine: Engine, t: int, rows: Rows) -> StepOutput | None:
         """`Engine.step` by a graph, for the planned rows of the arena; None where there is none for these rows.
 
         The output is overwritten by the next step.
         """
-        known, n = self._bound.get(engine), rows.codes.shape[0]
-        if known is None or rows.compact or not 0 < n <= self._most[t - 1]:
+        n = rows.codes.shape[0]
+        if rows.compact or not 0 < n <= self._most[t - 1]:
             return None
-        recorded = known.by_shape.get(Shape(t, bucket(n, self._most[t - 1]), rows.full and engine.log_norm))
+        key = Shape(t, bucket(n, self._most[t - 1]), rows.full and engine.log_norm)
+        recorded = self._captures.of(engine).get(key)
         if recorded is None:
             return None
         self._rows.fill(t, rows)
         recorded.replay()
-        logits, log_norm, heads = recorded.output
-        norm = None if log_norm is None else log_norm[:n]
-        return StepOutput(logits[:n], norm, {name: head[:n] for name, head in heads.items()})
+        return first(n, recorded.output)
+
+
+def first(n: int, output: StepOutput) -> StepOutput:
+    """The first n rows."""
+    logits, log_norm, heads = output
+    norm = None if log_norm is None else log_norm[:n]
+    return StepOutput(logits[:n], norm, {name: head[:n] for name, head in heads.items()})

@@ -18,6 +18,12 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def upload_into(place: Tensor, host: Tensor) -> None:
+    """`upload` to where it is to lie, in the dtype that it is to have there."""
+    pinned = host.pin_memory() if place.device.type == "cuda" and host.numel() else host
+    place.copy_(pinned, non_blocking=True)
+
+
 def upload_ints(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers as a tensor of a device."""
     return upload(torch.tensor(values, dtype=dtype), device)

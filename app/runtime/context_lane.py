@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from app.core import Arena, Contract, Inputs, Rows, StateSpec, StepOutput
+from app.engine.context_graphs import ContextGraphs
 from app.engine.engine import Engine
 from app.engine.graphs import Graphs
 from app.errors import Rejected
@@ -20,15 +21,15 @@ Decode = Callable[[Graphs | None, Engine, int, Rows, Arena], StepOutput]
 """Step t of some rows over an arena, by its graph where there is one."""
 
 
-def own_arena(arena: Arena, contract: Contract, *, first: bool) -> Arena:
-    """Zeroed memory like that of `arena` for what contexts leave behind: the state of limits.batch requests, and with
-    `first` a slot of step 1 for each of them. Raises Rejected("no_memory")."""
+def own_arena(arena: Arena, contract: Contract, *, first: bool, pads: int = 0) -> Arena:
+    """Zeroed memory like that of `arena` for what contexts leave behind: the state of limits.batch requests and of
+    `pads` more, and with `first` a slot of step 1 for each of the former. Raises Rejected("no_memory")."""
     batch, own = contract.limits.batch, dict[str, torch.Tensor]()
     try:
         with torch.inference_mode(mode=False):
             for state in contract.states:
                 if state.scope == "request":
-                    own[state.name] = torch.zeros_like(arena[state.name])
+                    own[state.name] = arena[state.name].new_zeros(batch + pads, *state.shape)
                 elif first:
                     own[state.name] = torch.zeros_like(arena[state.name][:1, :batch])
     except (MemoryError, RuntimeError) as error:
@@ -40,13 +41,24 @@ def own_arena(arena: Arena, contract: Contract, *, first: bool) -> Arena:
 class ContextLane:
     """The context stages over one arena. By the thread that launches.
 
-    graphs  step 1, captured over the memory that this lane has for it; None: it is not here, or runs as it is
+    graphs    step 1, captured over the memory that this lane has for it; None: it is not here, or runs as it is
+    captured  contexts, captured over that memory; None: they run as they are
     """
 
-    def __init__(self, own: Arena, states: Sequence[StateSpec], device: torch.device, graphs: Graphs | None) -> None:
+    def __init__(
+        self,
+        own: Arena,
+        states: Sequence[StateSpec],
+        device: torch.device,
+        graphs: Graphs | None,
+        captured: ContextGraphs | None = None,
+    ) -> None:
         """own: `own_arena`; empty: contexts are encoded where they are decoded."""
-        self.graphs, self._own = graphs, own
-        self._requests = [state.name for state in states if state.scope == "request" and state.name in own]
+        self.graphs, self.captured, self._own = graphs, captured, own
+        self._requests: dict[torch.dtype, list[str]] = {}  # of one dtype: those are copied in one launch
+        for state in states:
+            if state.scope == "request" and state.name in own:
+                self._requests.setdefault(state.dtype, []).append(state.name)
         self._slots = [state.name for state in states if state.scope == "row" and state.name in own]
         apart = bool(own) and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if apart else None  # type: ignore[no-untyped-call]
@@ -79,8 +91,10 @@ class ContextLane:
         self, engine: Engine, inputs: Sequence[Inputs], arena: Arena, laps: Laps, decode: Decode
     ) -> StepOutput | None:
         laps.mark()
-        contexts = batch_inputs(engine.input_specs(), inputs, engine.device)
-        output = engine.encode(contexts, {**arena, **self._own})
+        output = self.captured.encode(engine, inputs) if self.captured else None
+        if output is None:
+            contexts = batch_inputs(engine.input_specs(), inputs, engine.device)
+            output = engine.encode(contexts, {**arena, **self._own})
         if output is None and self._slots:
             output = decode(self.graphs, engine, 1, _first_rows(len(inputs), engine.device), self._own)
         laps.mark()
@@ -88,8 +102,9 @@ class ContextLane:
 
     def _hand_over(self, requests: int, output: StepOutput | None, arena: Arena) -> StepOutput | None:
         """Copy what a batch has here to where the decode reads it; the output, too, which the next one overwrites."""
-        for name in self._requests:
-            arena[name][:requests].copy_(self._own[name][:requests])
+        for names in self._requests.values():
+            into, held = ([one[name][:requests] for name in names] for one in (arena, self._own))
+            torch._foreach_copy_(into, held)
         if self._slots:
             into, held = ([one[name][0, :requests] for name in self._slots] for one in (arena, self._own))
             torch._foreach_copy_(into, held)

@@ -99,10 +99,10 @@ def check_columns_fit(vocab: Vocab, deployment: Deployment, device: torch.device
 
 
 def check_state_fits(
-    contract: Contract, device: torch.device, *, requests: int = 1, rows: int = 1, firsts: int = 0
+    contract: Contract, device: torch.device, *, requests: int = 1, pads: int = 0, rows: int = 1, firsts: int = 0
 ) -> None:
     """The same for the state memory of a contract, its parts as often as they are there: see `arena_bytes`."""
-    parts = {"requests": requests, "rows": rows, "firsts": firsts}
+    parts = {"requests": requests, "pads": pads, "rows": rows, "firsts": firsts}
     _check(arena_bytes(contract.states, contract.limits, len(contract.sizes), **parts), device)
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from app.core import Arena, Contract, Explanation, Ranked, Rows, StepOutput
+from app.engine.captures import Recorder, Taken
+from app.engine.context_graphs import PADS, ContextGraphs
 from app.engine.cuda_graphs import CudaRecorder
 from app.engine.engine import Engine
-from app.engine.graphs import Graphs, Recorder, Taken
+from app.engine.graphs import Graphs
 from app.errors import Expired, Fault, ModelOutput, WidebeamError
 from app.ops.download import Download
 from app.ops.product import Choice, choose
@@ -190,7 +192,8 @@ class StepLoop:
         choices: tuple[Choice, ...] = ()
         if lane.graphs and not self._entered:  # what is measured while batches run is not true
             choices = choose(lane.graphs.largest(engine))
-        taken = Taken.of([one.prepare(engine) for one in (lane.graphs, lane.contexts.graphs) if one])
+        parts = lane.graphs, lane.contexts.graphs, lane.contexts.captured
+        taken = Taken.of([one.prepare(engine) for one in parts if one])
         self._metrics.compiles_total.labels("background").inc(taken.graphs)
         if taken.graphs and engine.slot:
             engine.slot.slots.beside = taken.bytes
@@ -220,12 +223,15 @@ class StepLoop:
     def _made(self, contract: Contract, engine: Engine) -> Lane:
         beside, moves = self._beside(engine), self._transition is not Ancestry
         early = beside and engine.first_step == 1
-        check_state_fits(contract, engine.device, requests=1 + beside, rows=1 + moves, firsts=int(early))
+        pads = PADS if beside and engine.captured_input else 0
+        parts = {"requests": 1 + beside, "pads": pads, "rows": 1 + moves, "firsts": int(early)}
+        check_state_fits(contract, engine.device, **parts)
         arena = engine.new_arena(contract.limits)
-        own = own_arena(arena, contract, first=early) if beside else {}
+        own = own_arena(arena, contract, first=early, pads=pads) if beside else {}
         graphs = self._graphs(arena, contract, engine, range(1 + early, len(contract.sizes) + 1))
         first = self._graphs(own, contract, engine, range(1, 2)) if early else None
-        contexts = ContextLane(own, contract.states, engine.device, first)
+        captured = self._captured(own, contract, engine) if pads else None
+        contexts = ContextLane(own, contract.states, engine.device, first, captured)
         return Lane(self._transition(arena, contract.states), graphs, contexts)
 
     def _graphs(self, arena: Arena, contract: Contract, engine: Engine, steps: range) -> Graphs | None:
@@ -234,3 +240,10 @@ class StepLoop:
         if recorder is None:
             return None
         return Graphs(arena, contract.limits, contract.sizes, engine.device, recorder, self._turns.capture, steps)
+
+    def _captured(self, own: Arena, contract: Contract, engine: Engine) -> ContextGraphs | None:
+        """Contexts that can be captured, over memory of their own."""
+        recorder = self._recorder(engine) if engine.captured_input else None
+        if recorder is None or engine.captured_input is None:
+            return None
+        return ContextGraphs(own, contract.limits, engine.captured_input, engine.device, recorder, self._turns.capture)

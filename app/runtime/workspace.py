@@ -33,8 +33,9 @@ def workspace(
 
     arena_bytes      one lane's arena, allocated once: `request_bytes` for each of limits.batch requests, and
     row_slot_bytes   for each of limits.rows row slots of every step but the last. Where contexts are encoded beside a
-                     decode (`runtime.context_lane`) the requests' part is there a second time and, where `encode` does
-                     not give step 1's output, a row slot for each of limits.batch requests
+                     decode (`runtime.context_lane`) the requests' part is there a second time, with a request more
+                     where contexts are captured and, where `encode` does not give step 1's output, a row slot for each
+                     of limits.batch requests
     logits_bytes     logits of the step that has most, all its rows; None where the export does not know their dtype
     selection_bytes  the most that an exact top K holds beside ranks and candidates, with every code a candidate, where
                      torch computes it; the CUDA kernels need less
@@ -52,12 +53,14 @@ def workspace(
 
 
 def arena_bytes(
-    states: Sequence[StateSpec], limits: Limits, steps: int, *, requests: int = 1, rows: int = 1, firsts: int = 0
-) -> int:
-    """Of one lane's arena, with the parts of requests, of all rows and of step 1's rows as often as they are there."""
+    states: Sequence[StateSpec], limits: Limits, steps: int, *, requests: int = 1, pads: int = 0, rows: int = 1,
+    firsts: int = 0,
+) -> int:  # fmt: skip
+    """Of one lane's arena, with the parts of requests, of all rows and of step 1's rows as often as they are there.
+    pads: requests beside those of batches."""
     request, row = (_state_bytes(states, scope) for scope in ("request", "row"))
     slots = rows * max(steps - 1, 1) * limits.rows + firsts * min(limits.batch, limits.rows)
-    return requests * limits.batch * request + slots * row
+    return (requests * limits.batch + pads) * request + slots * row
 
 
 def selection_bytes(rows: int, survivors: int, codes: int, width: int) -> int:

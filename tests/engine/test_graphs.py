@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 
 from app.config import Limits, SidConfig
 from app.core import History, Rows
+from app.engine.captures import KEPT, SPARE, Taken
 from app.engine.families.token_model import TokenModel
-from app.engine.graphs import KEPT, SPARE, Graphs, Shape, StaticRows, Taken, bucket, buckets, most_rows, plan
+from app.engine.graphs import Graphs, Shape, StaticRows, bucket, buckets, most_rows, plan
 from app.engine.registry import family
 from app.engine.slots import Slots
 from app.engine.weights import load
@@ -254,14 +255,14 @@ def test_graphs_of_slots_that_nobody_uses_are_let_go_once_they_are_many(tmp_path
     graphs = Graphs(encoded(kept[0], "onerec"), LIMITS, tiny.SIZES, CPU, recorder)
     for engine in kept:
         graphs.prepare(engine)
-    assert len(graphs._sets) == KEPT + 4  # all in use
+    assert len(graphs._captures._sets) == KEPT + 4  # all in use
     addresses = kept[0].addresses
     del engine, kept[:6]
     gc.collect()
     last = engine_of("onerec", directory)
     graphs.prepare(last)
-    assert len(graphs._sets) == KEPT
-    assert addresses not in graphs._sets or last.addresses == addresses
+    assert len(graphs._captures._sets) == KEPT
+    assert addresses not in graphs._captures._sets or last.addresses == addresses
 
 
 def test_every_capture_has_a_turn_of_its_own(tmp_path):

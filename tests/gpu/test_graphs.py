@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ import torch
 
 from app.config import Deployment, parse
 from app.core import Rows, TokenIds
+from app.engine.context_graphs import PADS, ContextGraphs
 from app.engine.cuda_graphs import CudaRecorder
 from app.engine.graphs import Graphs, Shape
 from app.engine.registry import family
@@ -26,6 +28,8 @@ from app.engine.slots import Slots
 from app.engine.weights import load
 from app.errors import Rejected, WidebeamError
 from app.ops import gdn
+from app.runtime.context_lane import own_arena
+from app.runtime.contexts import batch_inputs
 from app.runtime.job import Batch
 from app.runtime.loader import load_root
 from app.runtime.logs import make_log
@@ -94,6 +98,35 @@ def test_a_replay_is_the_step_bit_for_bit(kind, tmp_path):
             few = without_the_last(rows) if t > 1 else rows
             padded = graphs.step(served, t, few).logits
             torch.testing.assert_close(padded.float(), logits[: len(few.codes)].float(), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+def test_captured_contexts_are_those_of_the_batch_alone(kind, tmp_path):
+    directory = tmp_path / "weights"
+    write(kind, directory)
+    served = engine(kind, directory, "bfloat16", "cuda")
+    arena, stream = served.new_arena(LIMITS), torch.cuda.Stream()
+    contract = SimpleNamespace(limits=LIMITS, states=served.state_specs())
+    own = own_arena(arena, contract, first=False, pads=PADS)
+    graphs = ContextGraphs(own, LIMITS, served.captured_input, CUDA, CudaRecorder(CUDA))
+    assert graphs.prepare(served).graphs > 4
+    generator = torch.Generator().manual_seed(1)
+    for lengths in ((24, 1, 7, 20), (3,), (24,) * 4, (2, 1, 1)):
+        inputs = [
+            served.prepare(TokenIds(tuple(torch.randint(0, 20, (n,), generator=generator).tolist()))) for n in lengths
+        ]
+        with torch.cuda.stream(stream):
+            found = graphs.encode(served, inputs)
+        stream.synchronize()
+        logits, norm = found.logits.clone(), found.log_norm.clone()
+        same = served.encode(batch_inputs(served.input_specs(), inputs, CUDA), arena)
+        torch.testing.assert_close(logits.float(), same.logits.float(), rtol=0.03, atol=0.03)
+        torch.testing.assert_close(norm, same.log_norm, rtol=0.03, atol=0.03)
+        assert torch.equal(own["prompt_length"][: len(lengths)], arena["prompt_length"][: len(lengths)])
+        for name in own:
+            for r, one in enumerate(inputs if name.startswith(("prompt_k", "prompt_v")) else ()):
+                n = len(one["tokens"])
+                torch.testing.assert_close(own[name][r, :n].float(), arena[name][r, :n].float(), rtol=0.03, atol=0.03)
 
 
 def token_batches(kind, directory, device):

@@ -184,8 +184,8 @@ def test_step_1_is_captured_in_its_own_lane_and_the_others_in_theirs(world):
     assert taken.bytes == 7 * taken.graphs
     assert metrics.registry.get_sample_value("widebeam_compiles_total", {"where": "background"}) == taken.graphs
     lane = loop._lane(snapshot)
-    assert {shape.t for shape in lane.graphs._bound[snapshot.engine].by_shape} == {2, 3}
-    assert {shape.t for shape in lane.contexts.graphs._bound[snapshot.engine].by_shape} == {1}
+    assert {shape.t for shape in lane.graphs._captures.of(snapshot.engine)} == {2, 3}
+    assert {shape.t for shape in lane.contexts.graphs._captures.of(snapshot.engine)} == {1}
     for requests in (3, 1, 6):
         jobs = jobs_of(world, *HISTORIES[:requests])
         before = [one.replayed for one in recorders]
@@ -265,7 +265,7 @@ def test_a_token_models_step_1_comes_with_its_contexts_and_has_no_slots_there(tm
     loop.prepare(snapshot)
     for n in (4, 1, 3):
         assert_same(served(loop, jobs[:n]), served(loop_of(beside=False), jobs[:n]), atol=1e-5)
-    assert recorder.replayed == 3 * 2
+    assert recorder.replayed == 3 * 3  # contexts, and two steps
     lane = loop._lane(snapshot)
     assert lane.contexts.graphs is None
     assert set(lane.contexts._own) == {one.name for one in snapshot.contract.states if one.scope == "request"}

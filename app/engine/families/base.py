@@ -67,6 +67,9 @@ class Family(nn.Module):
     """Whether `StepOutput.log_norm` is given (the model can emit more than the step's codes)."""
     first_from_encode: bool = False
     """Whether `encode` returns step 1's output, so that there is no `step` call for t = 1."""
+    contexts_on_device: bool = False
+    """Whether `encode` asks the host for nothing of a batch but its shapes (no `Ragged.counts`), and takes requests
+    without positions: then contexts of one input whose step 1 comes from `encode` are captured as steps are."""
 
     @classmethod
     @abstractmethod

@@ -49,6 +49,7 @@ class Block(nn.Module):
 class Qwen(TokenModel):
     """What Qwen2 and Qwen3 share."""
 
+    contexts_on_device = True
     angles: Tensor
 
     def __init__(
