@@ -110,7 +110,9 @@ class OnePlan(StepLoop):
         if not self.graphs:
             return StepOutput(self.decode(t), None, {})
         self.graphs[t - 1].replay()
-        return self.graphs[t - 1].output
+        output = self.graphs[t - 1].output
+        assert output is not None
+        return output
 
     def _rectangle(self) -> BatchState:
         """The first step: of each request's rows one is alive."""

@@ -27,7 +27,7 @@ SPARE = 64 << 20
 """Bytes that stay free beside another slot's graphs."""
 K = TypeVar("K")
 Turn = Callable[[], AbstractContextManager[None]]
-Runs = Callable[[Engine, bool], Iterator[tuple[K, Callable[[], StepOutput]]]]
+Runs = Callable[[Engine, bool], Iterator[tuple[K, Callable[[], StepOutput | None]]]]
 """What an engine computes, by a key each: the largest first, so that smaller ones find their memory in the pool. With
 True each is run once before the next one is asked for, and no batch runs beside."""
 
@@ -54,7 +54,7 @@ class Recorded(Protocol):
     """Something captured. `output` has a fixed place: the next replay of any graph of its recorder writes over it."""
 
     @property
-    def output(self) -> StepOutput:
+    def output(self) -> StepOutput | None:
         """Of everything that it was captured for."""
 
     def replay(self) -> None:
@@ -64,7 +64,7 @@ class Recorded(Protocol):
 class Recorder(Protocol):
     """Captures what is launched."""
 
-    def record(self, run: Callable[[], StepOutput], *, fresh: bool) -> Recorded:
+    def record(self, run: Callable[[], StepOutput | None], *, fresh: bool) -> Recorded:
         """What `run` launches. fresh: run it once before, which loads and compiles kernels; it writes the arena.
 
         Raises Rejected("no_memory" | "capture_failed").

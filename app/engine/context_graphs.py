@@ -1,8 +1,9 @@
-"""Context stages as CUDA graphs: what a family launches for the prompts of a batch is one launch.
+"""Context stages as CUDA graphs: what a family launches for the inputs of a batch is one launch.
 
-Prompts lie end to end, so a graph is captured for a number of positions. A batch is padded to the next such number by
-one request more, whose prompt is what an earlier batch left; requests that a batch does not have are without positions.
-To the family all of it is an ordinary batch of limits.batch + 1 requests. Nobody reads what the pad request leaves.
+Inputs lie end to end, so a graph is captured for numbers of positions. A batch is padded to the next of them by one
+request more, whose inputs are what earlier batches left; requests that a batch does not have are without positions. To
+the family all of it is an ordinary batch of limits.batch + 1 requests, but that the last one may have more positions
+than requests have. Nobody reads what it leaves.
 """
 
 from __future__ import annotations
@@ -20,29 +21,33 @@ from app.config import Limits
 from app.core import Arena, Inputs, InputSpec, Ragged, StepOutput
 from app.engine.captures import Captures, Recorder, Taken, Turn
 from app.engine.engine import Engine
-from app.engine.graphs import first
+from app.engine.graphs import buckets, first
 from app.ops.upload import upload_into
 
 PADS: Final = 1
 """Requests more than limits.batch that the memory must have room for."""
-_UNIT: Final = 16
-"""Numbers of positions are multiples of it, where a prompt may have so many."""
+UNIT: Final = 16
+"""One input's numbers of positions are multiples of it, where a request may have so many."""
+Shape = tuple[int, ...]
+"""Positions of each input."""
 
 
 def padded(total: int, longest: int, most: int) -> int:
-    """The positions that a batch of `total` is computed with: at most an eighth more, and no more than one prompt, of
-    `longest` positions, can have. most: of a whole batch."""
-    unit = min(max(_UNIT, 1 << max(0, (total - 1).bit_length() - 4)), longest)
+    """What `total` positions of the only input are computed with: at most an eighth more, and fewer than one request,
+    of `longest` positions, can have. most: of a whole batch."""
+    unit = min(max(UNIT, 1 << max(0, (total - 1).bit_length() - 4)), longest)
     return min(-(-total // unit) * unit, most)
 
 
-def shapes(longest: int, most: int) -> tuple[int, ...]:
-    """Every number of positions that a batch can be padded to, the largest first."""
-    found, total = list[int](), 0
-    while total < most:
-        total = padded(total + 1, longest, most)
-        found.append(total)
-    return tuple(reversed(found))
+def shapes(positions: Sequence[int], batch: int) -> tuple[Shape, ...]:
+    """Every shape that a batch can be padded to, the smallest first. Several inputs are padded to what one number of
+    requests could have of each: others would be too many. positions: of one request, by input"""
+    if len(positions) > 1:
+        return tuple(tuple(requests * most for most in positions) for requests in buckets(batch))
+    longest, found = positions[0], [0]
+    while found[-1] < batch * longest:
+        found.append(padded(found[-1] + 1, longest, batch * longest))
+    return tuple((one,) for one in found[1:])
 
 
 class ContextGraphs:
@@ -53,51 +58,58 @@ class ContextGraphs:
         self,
         arena: Arena,
         limits: Limits,
-        spec: InputSpec,
+        specs: Sequence[InputSpec],
         device: torch.device,
         recorder: Recorder,
         turn: Turn = nullcontext,
     ) -> None:
-        """arena: the state of limits.batch + PADS requests · spec: the family's one input · turn: of each capture."""
-        self._arena, self._spec, self._batch = arena, spec, limits.batch
-        self._most = limits.batch * spec.positions
+        """arena: the state of limits.batch + PADS requests · specs: the family's inputs · turn: of each capture."""
+        self._arena, self._specs, self._batch = arena, specs, limits.batch
+        self._shapes = shapes([spec.positions for spec in specs], limits.batch)
         with torch.inference_mode(mode=False):
-            self._values = torch.zeros(self._most, *spec.shape, dtype=spec.dtype, device=device)
-            self._start = torch.zeros(limits.batch + PADS + 1, dtype=torch.int32, device=device)
+            self._values = [
+                torch.zeros(most, *spec.shape, dtype=spec.dtype, device=device)
+                for spec, most in zip(specs, self._shapes[-1], strict=True)
+            ]
+            self._start = torch.zeros(len(specs), limits.batch + PADS + 1, dtype=torch.int32, device=device)
         self._captures = Captures(recorder, self._runs, turn)
 
     def prepare(self, engine: Engine) -> Taken:
-        """Have a graph for every number of positions; see `Captures.prepare`."""
+        """Have a graph for every shape; see `Captures.prepare`."""
         return self._captures.prepare(engine)
 
-    def _runs(self, engine: Engine, fresh: bool) -> Iterator[tuple[int, Callable[[], StepOutput]]]:
-        for positions in shapes(self._spec.positions, self._most):
+    def _runs(self, engine: Engine, fresh: bool) -> Iterator[tuple[Shape, Callable[[], StepOutput | None]]]:
+        for shape in reversed(self._shapes):
             if fresh:  # what is run must be a batch; what is captured is whatever batch there is later
-                self._lay_out(np.full(self._batch, self._spec.positions), positions)
-            yield positions, partial(self._encode, engine, Ragged(self._values[:positions], self._start))
+                self._lay_out([[spec.positions] * self._batch for spec in self._specs], shape)
+            parts = zip(self._specs, self._values, self._start, shape, strict=True)
+            batch = {spec.name: Ragged(values[:most], start) for spec, values, start, most in parts}
+            yield shape, partial(engine.encode, batch, self._arena)
 
-    def _encode(self, engine: Engine, batch: Ragged) -> StepOutput:
-        output = engine.encode({self._spec.name: batch}, self._arena)
-        assert output is not None, "families whose contexts are captured give step 1's output"
-        return output
+    def encode(self, engine: Engine, inputs: Sequence[Inputs]) -> tuple[bool, StepOutput | None]:
+        """`Engine.encode` of some requests by a graph, where there is one: (whether there is, its output). The output
+        is overwritten by the next one."""
+        known = self._captures.of(engine)
+        if not known:
+            return False, None
+        lengths = [[len(given[spec.name]) for given in inputs] for spec in self._specs]
+        totals = [sum(own) for own in lengths]
+        shape = next(one for one in self._shapes if all(map(int.__le__, totals, one)))
+        for spec, values, total in zip(self._specs, self._values, totals, strict=True):
+            if total:
+                upload_into(values[:total], torch.from_numpy(np.concatenate([given[spec.name] for given in inputs])))
+        self._lay_out(lengths, shape)
+        known[shape].replay()
+        output = known[shape].output
+        return True, None if output is None else first(len(inputs), output)
 
-    def encode(self, engine: Engine, inputs: Sequence[Inputs]) -> StepOutput | None:
-        """`Engine.encode` of some requests by a graph; None where there is none for them. The output is overwritten by
-        the next ones."""
-        prompts = [given[self._spec.name] for given in inputs]
-        total = sum(map(len, prompts))
-        recorded = self._captures.of(engine).get(padded(total, self._spec.positions, self._most)) if total else None
-        if recorded is None:
-            return None
-        upload_into(self._values[:total], torch.from_numpy(np.concatenate(prompts)))
-        self._lay_out(np.array([len(one) for one in prompts]), padded(total, self._spec.positions, self._most))
-        recorded.replay()
-        return first(len(prompts), recorded.output)
-
-    def _lay_out(self, lengths: npt.NDArray[np.int64], positions: int) -> None:
-        """Where each request begins and ends; what is left of the positions is the pad request's."""
-        start = np.zeros(self._start.shape[0], dtype=np.int32)
-        np.minimum(lengths.cumsum(), positions, out=start[1 : len(lengths) + 1], casting="unsafe")
-        start[len(lengths) + 1 :] = start[len(lengths)]
-        start[-1] = positions
+    def _lay_out(self, lengths: Sequence[Sequence[int]], shape: Shape) -> None:
+        """Where each request begins and ends in each input, as far as there are positions; what is left of them is the
+        pad request's."""
+        most: npt.NDArray[np.int64] = np.array(shape)[:, None]
+        ends = np.minimum(np.cumsum(lengths, 1), most)
+        start = np.zeros(tuple(self._start.shape), np.int32)
+        start[:, 1 : ends.shape[1] + 1] = ends
+        start[:, ends.shape[1] + 1 : -1] = ends[:, -1:]
+        start[:, -1:] = most
         upload_into(self._start, torch.from_numpy(start))

@@ -20,7 +20,7 @@ _TYPES = {torch.uint8: "|u1", torch.int16: "<i2", torch.int32: "<i4", torch.int6
 class CudaRecorded:
     """See `graphs.Recorded`."""
 
-    output: StepOutput
+    output: StepOutput | None
     graph: torch.cuda.CUDAGraph
 
     def replay(self) -> None:
@@ -38,7 +38,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._began = False
 
-    def record(self, run: Callable[[], StepOutput], *, fresh: bool) -> CudaRecorded:
+    def record(self, run: Callable[[], StepOutput | None], *, fresh: bool) -> CudaRecorded:
         """See `graphs.Recorder`. Raises Rejected("capture_failed")."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
             if not self._began:
@@ -84,8 +84,10 @@ class CudaRecorder:
             torch.cuda.empty_cache()
 
 
-def _borrowed(output: StepOutput) -> StepOutput:
+def _borrowed(output: StepOutput | None) -> StepOutput | None:
     """The same places without keeping their memory from the captures to come: the pool outlives them."""
+    if output is None:
+        return None
     norm = None if output.log_norm is None else _alias(output.log_norm)
     return StepOutput(_alias(output.logits), norm, {name: _alias(head) for name, head in output.heads.items()})
 

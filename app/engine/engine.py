@@ -29,7 +29,7 @@ class Engine:
     kernels        what computes: "cuda", "torch", or "torch: " and why
     slot           the memory of its parameters, which comes back when the engine has gone; None: memory of their own
     first_step     the first step that `step` decodes: 2 where `encode` gives step 1's output
-    captured_input the one input of contexts that can be captured; None where they cannot
+    contexts_on_device  see `Family`: contexts can be captured
     addresses      of the parameters: engines of one contract with equal ones compute with the same memory
     """
 
@@ -51,9 +51,7 @@ class Engine:
         self.kernels = in_force(device, dtype)
         self.slot = slot
         self.first_step = 2 if family.first_from_encode else 1
-        inputs = family.input_specs()
-        can = family.contexts_on_device and family.first_from_encode and len(inputs) == 1
-        self.captured_input = inputs[0] if can else None
+        self.contexts_on_device = family.contexts_on_device
         self.addresses = tuple(parameter.data_ptr() for parameter in family.parameters())
 
     @property

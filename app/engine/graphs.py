@@ -139,7 +139,7 @@ class Graphs:
             if t >= engine.first_step:
                 yield partial(engine.step, t, self._rows.view(Shape(t, self._most[t - 1], full=False)), self._arena)
 
-    def _runs(self, engine: Engine, _fresh: bool) -> Iterator[tuple[Shape, Callable[[], StepOutput]]]:
+    def _runs(self, engine: Engine, _fresh: bool) -> Iterator[tuple[Shape, Callable[[], StepOutput | None]]]:
         for shape in plan(self._limits, self._sizes, first=engine.first_step, log_norm=engine.log_norm):
             if shape.t in self._steps:
                 yield shape, partial(engine.step, shape.t, self._rows.view(shape), self._arena)
@@ -158,6 +158,7 @@ class Graphs:
             return None
         self._rows.fill(t, rows)
         recorded.replay()
+        assert recorded.output is not None, "a step has logits"
         return first(n, recorded.output)
 
 

@@ -91,8 +91,8 @@ class ContextLane:
         self, engine: Engine, inputs: Sequence[Inputs], arena: Arena, laps: Laps, decode: Decode
     ) -> StepOutput | None:
         laps.mark()
-        output = self.captured.encode(engine, inputs) if self.captured else None
-        if output is None:
+        there, output = self.captured.encode(engine, inputs) if self.captured else (False, None)
+        if not there:
             contexts = batch_inputs(engine.input_specs(), inputs, engine.device)
             output = engine.encode(contexts, {**arena, **self._own})
         if output is None and self._slots:

@@ -223,7 +223,7 @@ class StepLoop:
     def _made(self, contract: Contract, engine: Engine) -> Lane:
         beside, moves = self._beside(engine), self._transition is not Ancestry
         early = beside and engine.first_step == 1
-        pads = PADS if beside and engine.captured_input else 0
+        pads = PADS if beside and engine.contexts_on_device else 0
         parts = {"requests": 1 + beside, "pads": pads, "rows": 1 + moves, "firsts": int(early)}
         check_state_fits(contract, engine.device, **parts)
         arena = engine.new_arena(contract.limits)
@@ -243,7 +243,8 @@ class StepLoop:
 
     def _captured(self, own: Arena, contract: Contract, engine: Engine) -> ContextGraphs | None:
         """Contexts that can be captured, over memory of their own."""
-        recorder = self._recorder(engine) if engine.captured_input else None
-        if recorder is None or engine.captured_input is None:
+        recorder = self._recorder(engine) if self._transition is Ancestry else None
+        if recorder is None:
             return None
-        return ContextGraphs(own, contract.limits, engine.captured_input, engine.device, recorder, self._turns.capture)
+        specs, turn = engine.input_specs(), self._turns.capture
+        return ContextGraphs(own, contract.limits, specs, engine.device, recorder, turn)

@@ -8,21 +8,30 @@ from app.core import StepOutput
 
 
 class Recording:
-    def __init__(self, run, recorder):
-        self._run, self._recorder = run, recorder
-        self.output = StepOutput(*(copied(part) for part in run()))
+    """fresh: it runs now, too; a capture runs nothing, whatever is in the memory then."""
+
+    def __init__(self, run, recorder, fresh):
+        self._run, self._recorder, self.output = run, recorder, None
+        if fresh:
+            self._place(run())
+
+    def _place(self, output):
+        self.output = None if output is None else StepOutput(*(copied(part) for part in output))
 
     def replay(self):
         self._recorder.replayed += 1
         with torch.inference_mode():
-            for mine, new in zip(flat(self.output), flat(self._run()), strict=True):
-                mine.copy_(new)
+            new = self._run()
+            if self.output is None:
+                self._place(new)
+            for mine, one in zip(flat(self.output), flat(new), strict=True):
+                mine.copy_(one)
 
 
 class Kept:
     """What a step gave once; like a graph, it holds no engine."""
 
-    def __init__(self, run, _recorder):
+    def __init__(self, run, _recorder, _fresh):
         self.output = run()
 
     def replay(self):
@@ -39,7 +48,7 @@ class Replays:
     def record(self, run, *, fresh):
         self.recorded += 1
         self.alone += fresh
-        return self._kind(run, self)
+        return self._kind(run, self, fresh)
 
     def used(self):
         return 7 * self.recorded
@@ -58,4 +67,8 @@ def copied(part):
 
 
 def flat(output):
-    return [one for one in (output.logits, output.log_norm, *output.heads.values()) if one is not None]
+    return (
+        []
+        if output is None
+        else [one for one in (output.logits, output.log_norm, *output.heads.values()) if one is not None]
+    )

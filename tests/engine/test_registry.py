@@ -1,4 +1,4 @@
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
@@ -9,10 +9,7 @@ from app.errors import Rejected
 
 
 def install(monkeypatch, *points):
-    def entry_points(*, group, name=None):
-        return [point for point in points if point.group == group and name in (None, point.name)]
-
-    monkeypatch.setattr(registry, "entry_points", entry_points)
+    monkeypatch.setattr(registry, "_points", lambda: EntryPoints(points))
 
 
 def point(name, value):

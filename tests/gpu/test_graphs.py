@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from app.config import Deployment, parse
-from app.core import Rows, TokenIds
+from app.core import History, Rows, TokenIds
 from app.engine.context_graphs import PADS, ContextGraphs
 from app.engine.cuda_graphs import CudaRecorder
 from app.engine.graphs import Graphs, Shape
@@ -100,7 +100,7 @@ def test_a_replay_is_the_step_bit_for_bit(kind, tmp_path):
             torch.testing.assert_close(padded.float(), logits[: len(few.codes)].float(), rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["onerec", "onerec_grouped", "qwen2", "qwen3", "qwen3_moe"])
 def test_captured_contexts_are_those_of_the_batch_alone(kind, tmp_path):
     directory = tmp_path / "weights"
     write(kind, directory)
@@ -108,25 +108,32 @@ def test_captured_contexts_are_those_of_the_batch_alone(kind, tmp_path):
     arena, stream = served.new_arena(LIMITS), torch.cuda.Stream()
     contract = SimpleNamespace(limits=LIMITS, states=served.state_specs())
     own = own_arena(arena, contract, first=False, pads=PADS)
-    graphs = ContextGraphs(own, LIMITS, served.captured_input, CUDA, CudaRecorder(CUDA))
-    assert graphs.prepare(served).graphs > 4
+    graphs = ContextGraphs(own, LIMITS, served.input_specs(), CUDA, CudaRecorder(CUDA))
+    assert graphs.prepare(served).graphs >= 4
     generator = torch.Generator().manual_seed(1)
-    for lengths in ((24, 1, 7, 20), (3,), (24,) * 4, (2, 1, 1)):
-        inputs = [
-            served.prepare(TokenIds(tuple(torch.randint(0, 20, (n,), generator=generator).tolist()))) for n in lengths
-        ]
+    for lengths in ((24, 1, 7, 20), (3,), (24,) * 4, (2, 1, 1), (30, 30)):
+        inputs = [served.prepare(asked_for(kind, n, generator)) for n in lengths]
         with torch.cuda.stream(stream):
-            found = graphs.encode(served, inputs)
+            there, found = graphs.encode(served, inputs)
         stream.synchronize()
-        logits, norm = found.logits.clone(), found.log_norm.clone()
+        assert there
         same = served.encode(batch_inputs(served.input_specs(), inputs, CUDA), arena)
-        torch.testing.assert_close(logits.float(), same.logits.float(), rtol=0.03, atol=0.03)
-        torch.testing.assert_close(norm, same.log_norm, rtol=0.03, atol=0.03)
-        assert torch.equal(own["prompt_length"][: len(lengths)], arena["prompt_length"][: len(lengths)])
-        for name in own:
-            for r, one in enumerate(inputs if name.startswith(("prompt_k", "prompt_v")) else ()):
-                n = len(one["tokens"])
+        assert (same is None) == (found is None)
+        if same is not None:
+            torch.testing.assert_close(found.logits.float(), same.logits.float(), rtol=0.03, atol=0.03)
+            torch.testing.assert_close(found.log_norm, same.log_norm, rtol=0.03, atol=0.03)
+        length = next(name for name in own if name.endswith("_length"))
+        assert torch.equal(own[length][: len(lengths)], arena[length][: len(lengths)])
+        for name in set(own) - {length}:
+            for r, n in enumerate(arena[length][: len(lengths)].tolist()):
                 torch.testing.assert_close(own[name][r, :n].float(), arena[name][r, :n].float(), rtol=0.03, atol=0.03)
+
+
+def asked_for(kind, n, generator):
+    """A context of n positions, or n items."""
+    if kind.startswith("onerec"):
+        return History(torch.randint(0, 5, (n, 3), generator=generator).numpy().astype("int32"))
+    return TokenIds(tuple(torch.randint(0, 20, (min(n, 24),), generator=generator).tolist()))
 
 
 def token_batches(kind, directory, device):

@@ -141,8 +141,9 @@ def test_the_state_memory_of_a_contract_is_refused_before_it_is_taken_where_it_w
     scopes = {state.name: state.scope for state in snapshot.contract.states}
     often = {"request": 1 + beside, "row": 1 + (transition == "compaction")}
     needed = sum(often[scopes[name]] * tensor.nbytes for name, tensor in arena.items())
-    if beside:  # step 1's slots, one a request
+    if beside:  # step 1's slots, one a request; and the pad request of captured contexts
         requests = deployment.limits.batch
+        needed += sum(one[0].nbytes for name, one in arena.items() if scopes[name] == "request")
         needed += sum(one[0, :requests].nbytes for name, one in arena.items() if scopes[name] == "row")
     left = [memory.SPARE + needed - 1]
     monkeypatch.setattr(memory, "free", lambda _: left[0])

@@ -68,8 +68,9 @@ class Family(nn.Module):
     first_from_encode: bool = False
     """Whether `encode` returns step 1's output, so that there is no `step` call for t = 1."""
     contexts_on_device: bool = False
-    """Whether `encode` asks the host for nothing of a batch but its shapes (no `Ragged.counts`), and takes requests
-    without positions: then contexts of one input whose step 1 comes from `encode` are captured as steps are."""
+    """Whether `encode` asks the host for nothing of a batch but its shapes (no `Ragged.counts`), takes requests without
+    positions, and a last one with more of them than `InputSpec` says, whose state may be anything but must not be
+    written beyond its own: then it is captured as steps are."""
 
     @classmethod
     @abstractmethod

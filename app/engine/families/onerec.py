@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
     request, slot  [T] int64: row i is position slot[i] of request[i]
     start          [R + 1] int64
-    length         [R] int64, start's differences
+    length         [R] int64, start's differences, but for pad requests (`Family.contexts_on_device`)
     """
 
     request: Tensor
@@ -215,24 +215,25 @@ class Processor(nn.Module):
     def rows(self, name: str, part: Ragged, age: Tensor) -> Tensor:
         """The vectors [T_part, d_model] of one ragged input; age [T_part] counts from the newest position."""
         if name == HISTORY_SHORT:
-            return self.history(part.values) + self.history.short_age(age)  # type: ignore[no-any-return]
+            return self.history(part.values) + _of_age(self.history.short_age, age)  # type: ignore[no-any-return]
         if name == HISTORY_LONG:
             there = (part.values[..., :1] >= 0).to(self.static.dtype)
             total = (self.history(part.values.clamp_min(0)) * there).sum(1)
-            return total / there.sum(1) + self.history.long_age(age)  # type: ignore[no-any-return]
+            return total / there.sum(1) + _of_age(self.history.long_age, age)  # type: ignore[no-any-return]
         project, ages = getattr(self.features, name), getattr(self.features, f"{name}_age")
-        return project(part.values.to(self.static.dtype)) + ages(age)  # type: ignore[no-any-return]
+        return project(part.values.to(self.static.dtype)) + _of_age(ages, age)  # type: ignore[no-any-return]
 
     def forward(self, contexts: Contexts, positions: int) -> tuple[list[Tensor], Layout]:
         """K or V of each norm [T, G * D], and where their rows lie."""
-        x, layout = self.embed(contexts)
+        x, layout = self.embed(contexts, positions)
         for block in self.blocks:
             x = block(x, layout, positions)
         parts = self.project(x).chunk(len(self.norms), -1)
         return [norm(part) for norm, part in zip(self.norms, parts, strict=True)], layout
 
-    def embed(self, contexts: Contexts) -> tuple[Tensor, Layout]:
-        """The context positions [T, d_model]: a static one, then short, then long ones, newest first."""
+    def embed(self, contexts: Contexts, positions: int) -> tuple[Tensor, Layout]:
+        """The context positions [T, d_model]: a static one, then short, then long ones, newest first. What a pad
+        request (`Family.contexts_on_device`) has beyond `positions` has the place of the last of them."""
         first = next(iter(contexts.values())).start
         requests = torch.arange(first.shape[0] - 1, device=first.device)
         filled = torch.ones_like(requests)
@@ -255,7 +256,14 @@ class Processor(nn.Module):
         # each part is in request order; the attention wants all parts of a request together
         place = torch.empty_like(request)
         place[start[request] + slot] = torch.arange(request.shape[0], device=first.device)
-        return torch.cat(values)[place], Layout(request[place], slot[place], start, filled)
+        slot, length = slot[place].clamp_max(positions - 1), filled.clamp_max(positions)
+        return torch.cat(values)[place], Layout(request[place], slot, start, length)
+
+
+def _of_age(table: nn.Embedding, age: Tensor) -> Tensor:
+    """The embeddings of ages [T]; those that no request has, but a pad request may, are as the oldest."""
+    out: Tensor = table(age.clamp_max(table.num_embeddings - 1))
+    return out
 
 
 class Cross(NamedTuple):
@@ -321,6 +329,7 @@ class OneRec(Family):
 
     name: ClassVar[str] = "onerec"
     contexts: ClassVar[tuple[type, ...]] = (History, Embeddings)
+    contexts_on_device = True
 
     def __init__(self, config: OneRecConfig, limits: Limits) -> None:
         super().__init__()
