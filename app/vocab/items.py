@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -75,101 +76,111 @@ def compact(start: npt.NDArray[np.int64]) -> Index:
     return start.astype(np.int32) if start[-1] < 2**31 else start
 
 
-_LENGTH, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-STEPS = 6
-"""Places behind an edge that are looked at one by one: few searches go further."""
-_MASKS = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
+def _crc_tables() -> npt.NDArray[np.uint32]:
+    """tables [8, 256]: what a byte makes of a CRC-32 that is otherwise 0, with so many more bytes behind it."""
+    tables = np.zeros((8, 256), np.uint32)
+    tables[0] = np.arange(256)
+    for _ in range(8):
+        tables[0] = tables[0] >> 1 ^ 0xEDB88320 * (tables[0] & 1)
+    for more in range(1, 8):
+        tables[more] = tables[more - 1] >> 8 ^ tables[0][tables[more - 1] & 255]
+    return tables
 
 
-def hash_strings(strings: Strings) -> npt.NDArray[np.int64]:
-    """A 64-bit hash of every string [n]: eight bytes at a time, mixed as splitmix64 does.
+def _crc_starts(table: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """starts [8]: from which so many zero bytes lead to the state that a CRC-32 begins with."""
+    starts = [0xFFFFFFFF]
+    undone = {int(word) >> 24: byte for byte, word in enumerate(table)}
+    for _ in range(7):
+        byte = undone[starts[-1] >> 24]
+        starts.append((starts[-1] ^ int(table[byte])) << 8 | byte)
+    return np.array(starts, np.uint32)
+
+
+_TABLES = _crc_tables()
+_STARTS = _crc_starts(_TABLES[0])
+_KEPT = np.array([(1 << 64) - (1 << 8 * zeros) for zeros in range(8)], np.uint64)
+
+
+def hash_strings(strings: Strings) -> npt.NDArray[np.uint32]:
+    """The CRC-32 of every string [n], as `zlib.crc32` gives it of one: eight bytes at a time, zeros in front of the
+    first ones.
 
     Array operations on blocks, no Python object a string: hashing a catalogue holds the interpreter for moments only.
     """
-    hashes = np.empty(len(strings), np.uint64)
+    hashes = np.empty(len(strings), np.uint32)
     for begin in range(0, len(strings), BLOCK):
         start = strings.start[begin : begin + BLOCK + 1].astype(np.int64)
-        text = np.zeros(int(start[-1] - start[0]) + 8, np.uint8)
-        text[:-8] = strings.text[start[0] : start[-1]]
+        text = np.zeros(8 + int(start[-1] - start[0]), np.uint8)
+        text[8:] = strings.text[start[0] : start[-1]]
         words = np.ndarray((len(text) - 7,), "<u8", text.data, strides=(1,))  # the eight bytes from every place on
-        left = np.diff(start)
-        mixed, place = left.astype(np.uint64) * _LENGTH, start[:-1] - start[0]
-        rows: Index | slice = slice(None)
-        while len(left):
-            mixed[rows] = _mix(mixed[rows] ^ (words[place] & _MASKS[np.minimum(left, 8)]))
-            more = np.flatnonzero(left > 8)
-            rows = more if isinstance(rows, slice) else rows[more]
-            left, place = left[more] - 8, place[more] + 8
-        hashes[begin : begin + len(mixed)] = mixed
-    return hashes.view(np.int64)
+        length = np.diff(start)
+        zeros = -length & 7
+        place, end = start[:-1] - start[0] + 8 - zeros, start[1:] - start[0] + 8
+        state, rows = _STARTS[zeros], np.flatnonzero(length)
+        word = words[place[rows]] & _KEPT[zeros[rows]]
+        while len(rows):
+            state[rows] = _crc_of(word ^ state[rows])
+            place[rows] += 8
+            rows = rows[place[rows] < end[rows]]
+            word = words[place[rows]]
+        hashes[begin : begin + len(state)] = ~state
+    return hashes
 
 
-def _stable_order(numbers: npt.NDArray[np.int64], between: Callable[[], None]) -> npt.NDArray[np.int64]:
-    """As `np.argsort(numbers, kind="stable")`, in two thirds of its time where they are spread evenly: they are sorted
-    with their places in the low bits; then they are almost in order, and a stable sort has little left to do."""
-    bits = max(len(numbers) - 1, 1).bit_length()
-    key = numbers >> bits
-    key <<= bits
-    key |= np.arange(len(numbers))
-    key.sort()
-    key &= (1 << bits) - 1
-    between()
-    return key[np.argsort(numbers[key], kind="stable")]
+def _crc_of(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
+    """The state after eight bytes [n], their first four with the state before them."""
+    byte = word.view(np.uint8).reshape(-1, 8)
+    state = _TABLES[7][byte[:, 0]]
+    for place in range(1, 8):
+        state ^= _TABLES[7 - place][byte[:, place]]
+    return state
 
 
-def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    word = (word ^ (word >> np.uint64(30))) * _FIRST
-    word = (word ^ (word >> np.uint64(27))) * _SECOND
-    return word ^ (word >> np.uint64(31))
-
-
-def _given(ids: Sequence[str]) -> Strings:
-    """A request's ids. Surrogates cannot be in a UTF-8 table: encoded this way they are simply unknown."""
-    together = "".join(ids)
-    if not together.isascii():
-        return Strings.of([name.encode("utf-8", "surrogatepass") for name in ids])
-    start = np.zeros(len(ids) + 1, np.int64)  # a character is a byte
-    np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids)), out=start[1:])
-    return Strings(np.frombuffer(together.encode("ascii"), np.uint8), start)
+WINDOW = 8
+"""Places from an edge on that are looked at together: hardly any search goes further."""
+_BEHIND = np.arange(WINDOW, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """Item ids, byte for byte ("007" and "7" are two items), found through sorted 64-bit hashes.
+    """Item ids, byte for byte ("007" and "7" are two items), found through their sorted hashes.
 
-    hashes [n] int64 ascending, by_hash [n] the items in that order. A hash only narrows the search, the bytes decide,
-    so no collision can change an answer. edges [2^b, about n]: where the hashes begin whose first b bits are so large:
-    a search begins there, about one place from its end, and reads three lines of memory where halving reads twenty.
+    hashes [n] uint32 ascending, by_hash [n] the items in that order, `WINDOW` more of both behind them. A hash only
+    narrows the search, the bytes decide, so no collision can change an answer. edges [2^b, n to 2 n]: where the hashes
+    begin whose first b bits are so large; a search begins there, and most of them end there.
     """
 
     strings: Strings
-    hashes: npt.NDArray[np.int64]
+    hashes: npt.NDArray[np.uint32]
     by_hash: Index
     edges: Index
-    hash_of: Callable[[Strings], npt.NDArray[np.int64]]
 
     @classmethod
-    def build(
-        cls,
-        strings: Strings,
-        hash_of: Callable[[Strings], npt.NDArray[np.int64]] = hash_strings,
-        between: Callable[[], None] = lambda: None,
-    ) -> Ids:
-        """Hash and sort; nobody else in the process waits for it. between: called between array operations."""
-        hashes = np.empty(len(strings), np.int64)
-        for begin in range(0, len(strings), BLOCK):
+    def build(cls, strings: Strings, between: Callable[[], None] = lambda: None) -> Ids:
+        """Hash and sort less than 2^32 ids; nobody else in the process waits for it. between: called between array
+        operations."""
+        count = len(strings)
+        key = np.empty(count, np.uint64)
+        for begin in range(0, count, BLOCK):
             between()
-            hashes[begin : begin + BLOCK] = hash_of(Strings(strings.text, strings.start[begin : begin + BLOCK + 1]))
+            key[begin : begin + BLOCK] = hash_strings(Strings(strings.text, strings.start[begin : begin + BLOCK + 1]))
         between()
-        by_hash = _stable_order(hashes, between)
-        hashes = hashes[by_hash]
+        key <<= 32
+        key |= np.arange(count, dtype=np.uint64)
         between()
-        kind = np.int32 if len(strings) < 2**31 else np.int64
-        bits = max(1, len(strings).bit_length() - 1)
-        low = np.arange(-(1 << bits - 1), 1 << bits - 1) << (64 - bits)
-        edges = np.searchsorted(hashes, low).astype(kind)
+        key.sort()  # of one hash the lower number comes first
         between()
-        return cls(strings, hashes, by_hash.astype(kind), edges, hash_of)
+        hashes = np.zeros(count + WINDOW, np.uint32)
+        hashes[:count] = key >> 32
+        by_hash = np.zeros(count + WINDOW, np.int32 if count < 2**31 else np.int64)
+        by_hash[:count] = key & 0xFFFFFFFF
+        between()
+        bits = max(1, count.bit_length())
+        low = np.arange(1 << bits, dtype=np.uint32) << (32 - bits)
+        edges = np.searchsorted(hashes[:count], low).astype(by_hash.dtype)
+        between()
+        return cls(strings, hashes, by_hash, edges)
 
     def duplicate(self) -> tuple[int, int] | None:
         """Two numbers of one id, lower first; None where all differ."""
@@ -177,7 +188,8 @@ class Ids:
 
     def duplicates(self) -> Iterator[tuple[int, int]]:
         """Every number whose id another one has, with the lowest of these in front."""
-        equal = np.flatnonzero(self.hashes[1:] == self.hashes[:-1])
+        hashes = self.hashes[: len(self.strings)]
+        equal = np.flatnonzero(hashes[1:] == hashes[:-1])
         seen: dict[bytes, int] = {}
         for place in np.union1d(equal, equal + 1).tolist():
             item = int(self.by_hash[place])
@@ -187,50 +199,25 @@ class Ids:
 
     def find(self, ids: Sequence[str]) -> npt.NDArray[np.int64]:
         """Item numbers [n] int64, -1 = unknown."""
-        found = np.full(len(ids), -1, np.int64)
-        if not len(self.hashes) or not ids:
-            return found
-        given = _given(ids)
-        keys = self.hash_of(given)
-        place = self._place(keys)
-        hit = np.flatnonzero(self.hashes[np.minimum(place, len(self.hashes) - 1)] == keys)
-        items = self.by_hash[place[hit]]
-        same = self._same(items, given, hit)
-        found[hit[same]] = items[same]
-        for i in hit[~same].tolist():
-            found[i] = self._after_collision(int(place[i]), int(keys[i]), given.raw(i))
-        return found
+        if not len(self.strings) or not ids:
+            return np.full(len(ids), -1, np.int64)
+        # surrogates cannot be in a UTF-8 table: encoded this way they are simply unknown
+        raw = [name.encode("utf-8", "surrogatepass") for name in ids]
+        hashes = np.array([crc32(one) for one in raw], np.uint32)
+        edge = self.edges[hashes >> (33 - len(self.edges).bit_length())]
+        behind = (self.hashes[edge[:, None] + _BEHIND] == hashes[:, None]).argmax(1)
+        items = self.by_hash[edge + behind].astype(np.int64)
+        start, text = self.strings.start, self.strings.text.data
+        given = zip(start[items].tolist(), start[items + 1].tolist(), raw, strict=True)
+        for i in [i for i, (low, high, one) in enumerate(given) if text[low:high] != one]:
+            items[i] = self._search(int(edge[i]), int(hashes[i]), raw[i])
+        return items
 
-    def _place(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where the first hash that is not below a key stands [m]: `searchsorted`, some steps behind an edge.
-
-        Where hashes are not spread evenly, which only a poor `hash_of` does, the search is by halves after a few steps.
-        """
-        bits, last = len(self.edges).bit_length() - 1, len(self.hashes) - 1
-        near = self.edges[(keys >> np.int64(64 - bits)) + (len(self.edges) >> 1)]
-        place: npt.NDArray[np.int64] = near.astype(np.int64)
-        left = np.flatnonzero((place <= last) & (self.hashes[np.minimum(place, last)] < keys))
-        for _ in range(STEPS):
-            if not len(left):
-                return place
-            place[left] += 1
-            at = place[left]
-            left = left[(at <= last) & (self.hashes[np.minimum(at, last)] < keys[left])]
-        place[left] = np.searchsorted(self.hashes, keys[left])
-        return place
-
-    def _same(self, items: Index, given: Strings, hit: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether the ids of items [n] are given[hit], byte for byte."""
-        own, asked = self.strings.take(items), given if len(hit) == len(given) else given.take(hit)
-        if np.array_equal(own.start, asked.start) and np.array_equal(own.text, asked.text):
-            return np.ones(len(hit), np.bool_)
-        return np.array([own.raw(i) == asked.raw(i) for i in range(len(hit))], np.bool_)  # a hash that two ids have
-
-    def _after_collision(self, place: int, key: int, raw: bytes) -> int:
-        """Look among the other items with this hash."""
-        while place < len(self.hashes) and self.hashes[place] == key:
+    def _search(self, place: int, hash_: int, raw: bytes) -> int:
+        """The item of an id among those with its hash, which begin at a place or behind it; -1 = unknown."""
+        while place < len(self.strings) and self.hashes[place] <= hash_:
             item = int(self.by_hash[place])
-            if self.strings.raw(item) == raw:
+            if self.hashes[place] == hash_ and self.strings.raw(item) == raw:
                 return item
             place += 1
         return -1

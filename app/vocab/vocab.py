@@ -14,6 +14,7 @@ import numpy.typing as npt
 from app.errors import Rejected
 from app.vocab.findings import MOST, some
 from app.vocab.items import Columns, Ids, Table, take_column
+from app.vocab.recent import Recent
 from app.vocab.trie import Trie, build_trie
 
 Numbers64 = npt.NDArray[np.int64]
@@ -31,6 +32,7 @@ class Vocab:
     leaf_of     [n], the leaf of each item
     parent      [nodes], the node above each node; 0 for the root
     attributes  columns over item numbers by name
+    recent      what was asked lately of `names`
     """
 
     version: str
@@ -43,13 +45,14 @@ class Vocab:
     parent: npt.NDArray[Any]
     names: Ids
     attributes: Columns
+    recent: Recent
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def find(self, ids: Sequence[str]) -> Numbers64:
         """Item numbers [n] int64 of ids, byte for byte; -1 = unknown."""
-        return self.names.find(ids)
+        return self.recent.find(ids)
 
     def sids(self, items: npt.ArrayLike) -> npt.NDArray[np.int32]:
         """The SIDs [n, L] int32 of items. Raises IndexError for a number that is no item (-1 included)."""
@@ -120,7 +123,7 @@ def _ranges(start: npt.NDArray[Any], total: int) -> npt.NDArray[Any]:
     found = np.zeros(total, start.dtype)
     if total:
         found[start[1:]] = 1
-        np.cumsum(found, out=found)
+        np.cumsum(found, dtype=found.dtype, out=found)  # casting, it would hold the interpreter as well
     return found
 
 
@@ -158,8 +161,10 @@ def make_vocab(
     between()
     parent = np.zeros(trie.nodes, leaf_items.dtype)
     parent[1:] = _ranges(trie.first[: trie.level_start[-2]], len(trie.code))
-    attributes = dict(table.columns)
-    return Vocab(version, digest, tuple(sizes), trie, table.codes, leaf_items, leaf_of, parent, names, attributes)
+    return Vocab(
+        version, digest, tuple(sizes), trie, table.codes, leaf_items, leaf_of, parent, names, dict(table.columns),
+        Recent(names.find),
+    )  # fmt: skip
 
 
 def _out_of_order(order: npt.NDArray[Any]) -> list[Rejected]:

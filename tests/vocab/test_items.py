@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,31 +19,51 @@ def utf8(texts: list[str]) -> list[bytes]:
     return [text.encode("utf-8", "surrogatepass") for text in texts]
 
 
-@given(names, st.integers(0, 2))
-def test_every_id_is_found_and_nothing_else_however_the_hashes_collide(texts: list[str], bits: int) -> None:
+@contextmanager
+def poor(mask: int) -> Iterator[None]:
+    """Hashes of which only some bits are left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(items, "hash_strings", lambda strings: hash_strings(strings) & np.uint32(mask))
+        patch.setattr(items, "crc32", lambda raw: zlib.crc32(raw) & mask)
+        yield
+
+
+MASKS = st.sampled_from([0, 1, 3, 0x80000001, 0xC0000000, 0xFFFFFFFF])
+
+
+@given(names, MASKS)
+def test_every_id_is_found_and_nothing_else_however_the_hashes_collide(texts: list[str], mask: int) -> None:
     unique = list(dict.fromkeys(texts))
-    ids = Ids.build(Strings.of(utf8(unique)), hash_of=lambda strings: hash_strings(strings) & ((1 << bits) - 1))
-    assert ids.duplicate() is None
-    assert ids.find(unique).tolist() == list(range(len(unique)))
-    assert ids.find([text + "x" for text in unique if text + "x" not in unique]).max(initial=-1) == -1
+    with poor(mask):
+        ids = Ids.build(Strings.of(utf8(unique)))
+        assert ids.duplicate() is None
+        assert ids.find(unique).tolist() == list(range(len(unique)))
+        assert ids.find([*unique, *unique[::-1]]).tolist() == [*range(len(unique)), *reversed(range(len(unique)))]
+        assert ids.find([text + "x" for text in unique if text + "x" not in unique]).max(initial=-1) == -1
+        mixed = [name for text in unique for name in (text, text + "\0")]
+        known = {text: item for item, text in enumerate(unique)}
+        assert ids.find(mixed).tolist() == [known.get(name, -1) for name in mixed]
 
 
-hashes = st.integers(-(2**63), 2**63 - 1)
+def test_a_bucket_longer_than_the_window_is_searched_to_its_end() -> None:
+    texts = [f"i{n}" for n in range(5 * items.WINDOW)]
+    for mask in (0, 0x0000FFFF):  # one hash; one bucket of different ones
+        with poor(mask):
+            ids = Ids.build(Strings.of(utf8(texts)))
+            assert ids.find(texts).tolist() == list(range(len(texts)))
+            assert ids.find(["i", "j7", ""]).tolist() == [-1, -1, -1]
 
 
-@given(st.lists(hashes | st.integers(5, 7), min_size=1, max_size=60), st.lists(hashes | st.integers(4, 8), max_size=20))
-def test_a_search_from_an_edge_ends_where_halving_ends(known: list[int], more: list[int]) -> None:
-    ids = Ids.build(Strings.of([b"x"] * len(known)), hash_of=lambda _: np.array(known, np.int64))
-    keys = np.array([*known, *more, -(2**63), 2**63 - 1], np.int64)
-    assert ids._place(keys).tolist() == np.searchsorted(np.sort(known), keys).tolist()
-
-
-@given(st.lists(hashes | st.integers(-3, 3), max_size=80), st.integers(0, 60))
-def test_items_stand_in_the_stable_order_of_their_hashes(known: list[int], apart: int) -> None:
-    numbers = np.array(known, np.int64) >> apart  # the more, the more are equal
-    ids = Ids.build(Strings.of([b"x"] * len(known)), hash_of=lambda _: numbers)
-    assert ids.by_hash.tolist() == np.argsort(numbers, kind="stable").tolist()
-    assert ids.hashes.tolist() == np.sort(numbers).tolist()
+@given(names, MASKS)
+def test_items_stand_in_the_stable_order_of_their_hashes(texts: list[str], mask: int) -> None:
+    strings = Strings.of(utf8(texts))
+    hashes = hash_strings(strings) & np.uint32(mask)
+    with poor(mask):
+        ids = Ids.build(strings)
+    assert ids.by_hash[: len(texts)].tolist() == np.argsort(hashes, kind="stable").tolist()
+    assert ids.hashes[: len(texts)].tolist() == np.sort(hashes).tolist()
+    bits = 33 - len(ids.edges).bit_length()
+    assert ids.edges.tolist() == [int((hashes >> np.uint32(bits) < n).sum()) for n in range(len(ids.edges))]
 
 
 @given(names)
@@ -48,14 +72,15 @@ def test_hashes_are_the_same_in_whatever_pieces_they_are_made(texts: list[str]) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(items, "BLOCK", 3)
         ids = Ids.build(strings, between=lambda: asked.append(1))
-    assert ids.hashes.tolist() == np.sort(hash_strings(strings)).tolist()
+    assert ids.hashes[: len(texts)].tolist() == np.sort(hash_strings(strings)).tolist()
     assert len(asked) >= len(texts) / 3
 
 
 @given(names)
 def test_a_duplicate_is_reported_with_both_places(texts: list[str]) -> None:
-    for hash_of in (hash_strings, lambda strings: np.full(len(strings), 7)):
-        twice = Ids.build(Strings.of(utf8(texts)), hash_of).duplicate()
+    for mask in (0xFFFFFFFF, 0):
+        with poor(mask):
+            twice = Ids.build(Strings.of(utf8(texts))).duplicate()
         assert (twice is None) == (len(set(texts)) == len(texts))
         if twice:
             assert twice[0] < twice[1]
@@ -75,19 +100,12 @@ def test_strings_are_taken_in_any_order_across_blocks(raw: list[bytes], data: st
     assert [taken.raw(i) for i in range(len(taken))] == [raw[i] for i in order]
 
 
-@given(st.lists(st.binary(max_size=40), min_size=1, max_size=40))
-def test_a_hash_is_of_the_bytes_alone_wherever_they_lie(raw: list[bytes]) -> None:
-    together = hash_strings(Strings.of(raw)).tolist()
-    assert together == [hash_strings(Strings.of([one])).tolist()[0] for one in raw]
-    assert len(set(together)) == len(set(raw)), "64 bits do not collide by chance"
-    block, items.BLOCK = items.BLOCK, 3
-    try:
-        assert hash_strings(Strings.of(raw)).tolist() == together
-    finally:
-        items.BLOCK = block
-
-
-def test_strings_that_differ_in_one_byte_or_by_zeros_have_other_hashes() -> None:
-    raw = [b"", b"\0", b"\0\0", *(b"x" * n for n in range(1, 30)), *(b"x" * 8 + b"\0" * n for n in range(1, 9))]
-    raw += [bytes([n]) + b"item-12345" for n in range(256)]
-    assert len(set(hash_strings(Strings.of(raw)).tolist())) == len(set(raw))
+@given(st.lists(st.binary(max_size=40), max_size=40), st.integers(0, 7))
+def test_a_hash_is_the_crc_32_that_zlib_gives_wherever_the_bytes_lie(raw: list[bytes], before: int) -> None:
+    strings = Strings.of([b"x" * before, *raw])
+    own = Strings(strings.text, strings.start[1:])
+    expected = [zlib.crc32(one) for one in raw]
+    assert hash_strings(own).tolist() == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(items, "BLOCK", 3)
+        assert hash_strings(own).tolist() == expected
