@@ -131,7 +131,7 @@ def hash_strings(strings: Strings) -> npt.NDArray[np.uint32]:
 def _crc_of(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
     """The state after eight bytes [n], their first four with the state before them."""
     byte = word.view(np.uint8).reshape(-1, 8)
-    state = _TABLES[7][byte[:, 0]]
+    state: npt.NDArray[np.uint32] = _TABLES[7][byte[:, 0]]
     for place in range(1, 8):
         state ^= _TABLES[7 - place][byte[:, place]]
     return state
@@ -206,7 +206,7 @@ class Ids:
         hashes = np.array([crc32(one) for one in raw], np.uint32)
         edge = self.edges[hashes >> (33 - len(self.edges).bit_length())]
         behind = (self.hashes[edge[:, None] + _BEHIND] == hashes[:, None]).argmax(1)
-        items = self.by_hash[edge + behind].astype(np.int64)
+        items: npt.NDArray[np.int64] = self.by_hash[edge + behind].astype(np.int64)
         start, text = self.strings.start, self.strings.text.data
         given = zip(start[items].tolist(), start[items + 1].tolist(), raw, strict=True)
         for i in [i for i, (low, high, one) in enumerate(given) if text[low:high] != one]:
