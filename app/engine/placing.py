@@ -16,6 +16,7 @@ class Target(NamedTuple):
 
     scale      of each row of a parameter in 8 bits, whose source is quantised row by row
     transpose  a row of the source is a column here
+    times      it goes here so often: `parameter` is [rows, times, ..]
     """
 
     parameter: Tensor
@@ -23,6 +24,7 @@ class Target(NamedTuple):
     rows: Tensor | None
     scale: Tensor | None = None
     transpose: bool = False
+    times: int = 1
 
     @property
     def whole(self) -> bool:
@@ -53,7 +55,8 @@ def place(target: Target, first: int, piece: Tensor) -> None:
         parts = [(target.parameter.view(torch.uint8), data.view(torch.uint8)), (target.scale, scale)]
     for memory, values in parts:
         if target.rows is None:
-            memory[target.first + first : target.first + first + len(values)].copy_(values, non_blocking=True)
+            own = memory.narrow(0, target.first + first, values.shape[0])
+            own.copy_(values if target.times == 1 else values.unsqueeze(1), non_blocking=True)
             continue
         mine = torch.nonzero((target.rows >= first) & (target.rows < first + len(values))).flatten()
         if len(mine):

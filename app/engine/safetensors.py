@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -169,19 +170,11 @@ class Reader:
                 raise _bad(file, f"the header says {length} bytes, the file has {total}", code="truncated")
             if length > MAX_HEADER:
                 raise _bad(file, f"a header of {length} bytes; {MAX_HEADER} are possible")
-            header = json.loads(self._front(length).decode("utf-8"), object_pairs_hook=_unique)
+            text = self._front(length)
         except OSError as error:
             raise unreadable(error, "unreadable", file.name) from error
-        except (ValueError, RecursionError) as error:
-            raise _bad(file, f"the header is no JSON object ({error})") from error
-        if not isinstance(header, dict):
-            raise _bad(file, "the header is no JSON object")
-        header.pop("__metadata__", None)
-        entries = [_entry(file, name, value, 8 + length) for name, value in header.items()]
-        entries.sort(key=lambda entry: (entry.offset, entry.size))
-        _check_places(file, entries, 8 + length, total)
         self._left = total - 8 - length
-        return {entry.name: entry for entry in entries}
+        return {entry.name: entry for entry in _entries(file, text, total)}
 
 
 class _Beside:
@@ -221,6 +214,22 @@ class _Beside:
     def close(self) -> None:
         """End the thread; what it has begun is waited for."""
         self._thread.shutdown(cancel_futures=True)
+
+
+@lru_cache(maxsize=8)  # a load reads a header three times: room, names, tensors
+def _entries(file: Path, text: bytes, total: int) -> tuple[Entry, ...]:
+    """The tensors that a header describes, in the order of their bytes. total: bytes of the file"""
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _bad(file, f"the header is no JSON object ({error})") from error
+    if not isinstance(header, dict):
+        raise _bad(file, "the header is no JSON object")
+    header.pop("__metadata__", None)
+    entries = [_entry(file, name, value, 8 + len(text)) for name, value in header.items()]
+    entries.sort(key=lambda entry: (entry.offset, entry.size))
+    _check_places(file, entries, 8 + len(text), total)
+    return tuple(entries)
 
 
 def _bad(file: Path, message: str, *, code: str = "bad_safetensors") -> Rejected:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from app.errors import Rejected
+from app.engine.families.base import Family
+from app.engine.placing import Target
+from app.errors import Fault, Rejected
 from app.ops.fp8 import FP8
 
 
@@ -45,10 +48,25 @@ class Layout(NamedTuple):
         return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in self.tensors())
 
 
-class _Memory(NamedTuple):
+class Bound(NamedTuple):
+    """A module whose parameters are a slot's memory. Versions that differ in nothing but their tensors' values take
+    turns in it, too: to make it anew costs the batches as much of the interpreter as all else of a load.
+
+    made_from  equal where the same module would be made · targets: where the tensors of a version go, by name
+    """
+
+    made_from: object
+    layout: Layout
+    module: Family
+    targets: Mapping[str, Sequence[Target]]
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
     number: int
     layout: Layout
     tensors: Mapping[str, Tensor]
+    bound: Bound | None = None
 
     @property
     def size(self) -> int:
@@ -58,14 +76,19 @@ class _Memory(NamedTuple):
 class Slot:
     """Lent memory: `tensors` by parameter name. It goes back to its `slots` when this object dies, or by `release`.
 
-    number  the same for the same addresses, from 0
+    number  the same for the same addresses, from 0 · layout: what it was taken for
     """
 
     def __init__(self, slots: Slots, memory: _Memory) -> None:
         self.slots, self.number, self.tensors = slots, memory.number, memory.tensors
+        self.layout, self._memory = memory.layout, memory
         self.device = memory.layout.device
         self._release = weakref.finalize(self, slots.give_back, memory)
         self._release.atexit = False
+
+    def keep(self, bound: Bound) -> None:
+        """This is what its memory is made a module of, for whoever has the slot next."""
+        self._memory.bound = bound
 
     def release(self) -> None:
         """Give the memory back now: a load has failed."""
@@ -105,20 +128,28 @@ class Slots:
         """Memory that the next `take` uses again, or gives back before it allocates."""
         return sum(memory.size for memory in tuple(self._free))
 
-    def take(self, layout: Layout) -> Slot:
+    def bound(self, made_from: object) -> Bound | None:
+        """What a free slot is bound to, where that was made from the same. For the next `take`."""
+        found = (memory.bound for memory in tuple(self._free))
+        return next((one for one in found if one is not None and one.made_from == made_from), None)
+
+    def take(self, layout: Layout, bound: Bound | None = None) -> Slot:
         """A free slot of a layout, allocated where there is none; its content is whatever was there.
 
-        Free slots of other layouts are given up: they belonged to another contract. Raises Rejected("no_slot" |
-        "no_memory").
+        bound: the slot of this, of `bound`. Free slots of other layouts are given up: they belonged to another
+        contract. Raises Rejected("no_slot" | "no_memory").
         """
         if self.full:
             raise Rejected("no_slot", f"all {self.most} weight slots are in use")
         free = [self._free.popleft() for _ in range(len(self._free))]
         fitting = [memory for memory in free if memory.layout == layout]
+        fitting.sort(key=lambda memory: bound is not None and memory.bound is not bound)
         room = len(fitting) if self.most is None else max(1, self.most - self.lent)
         self._free.extend(fitting[1:room])
         memory = fitting[0] if fitting else None
         del free, fitting
+        if bound is not None and (memory is None or memory.bound is not bound):
+            raise Fault("the slot of a module is not free")
         return self._lend(memory or self._allocate(layout))
 
     def _lend(self, memory: _Memory) -> Slot:

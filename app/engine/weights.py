@@ -12,6 +12,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from app.engine.families.base import Family, ModelFiles
 from app.engine.fp8 import carrier, install, quantised
 from app.engine.placing import Target, clear, place
 from app.engine.safetensors import DTYPES, Entry, Reader, read_header
-from app.engine.slots import Layout, Slot, Slots
+from app.engine.slots import Bound, Layout, Slot, Slots
 from app.engine.tokens import read_json
 from app.errors import Fault, Rejected, counted, unreadable
 from app.ops.fp8 import FP8, unfit
@@ -36,26 +37,50 @@ _LISTED = 8
 class Opened(NamedTuple):
     """A version whose config, headers, names and shapes have been looked at: nothing is read of its tensors yet.
 
-    module: the family, without memory for its parameters
+    module     the family, without memory for its parameters, or that of a free slot
+    made_from  what that was made from, None where nobody can say · bound: of the free slot
     """
 
     files: ModelFiles
     entries: Mapping[str, Entry]
     module: Family
+    made_from: object = None
+    bound: Bound | None = None
 
 
-def open_version(directory: Path, family: type[Family], sid: SidConfig, limits: Limits, wanted: torch.dtype) -> Opened:
-    """Look at a weights version. wanted: of `resolve_precision`. Raises Rejected as `load`, all findings about names
-    and shapes together."""
+def open_version(
+    directory: Path,
+    family: type[Family],
+    sid: SidConfig,
+    limits: Limits,
+    wanted: torch.dtype,
+    *,
+    slots: Slots | None = None,
+    beside: frozenset[tuple[str, str]] | None = None,
+    between: Callable[[], None] = lambda: None,
+) -> Opened:
+    """Look at a weights version. Raises Rejected as `load`, all findings about names and shapes together.
+
+    wanted  of `resolve_precision` · between: as in `load`
+    beside  digests of every file but the tensors, by name. With them, a free slot of `slots` whose module was made from
+            the same is used again with it, and `load` is to have the same slots
+    """
     config = read_json(directory / "config.json")
     if not isinstance(config, dict):
         raise Rejected("bad_json", "is no JSON object", location="config.json")
     entries = read_entries(directory)
     files = ModelFiles(config, directory, {name: entry.shape for name, entry in entries.items()})
+    between()
+    tensors = tuple((entry.name, entry.dtype, entry.shape) for entry in entries.values())
+    made_from = None if beside is None else (family, sid, limits, wanted, beside, tensors)
+    bound = slots.bound(made_from) if slots is not None and beside is not None else None
+    if bound is not None:
+        return Opened(files, entries, bound.module, made_from, bound)
     module = family.build(files, sid, limits, carrier(wanted))
+    between()
     if found := tuple(name_findings(module, entries)):
         raise Rejected.together(found)
-    return Opened(files, entries, module)
+    return Opened(files, entries, module, made_from)
 
 
 def load(
@@ -87,10 +112,14 @@ def load(
     dtype, reason = carrier(wanted), unfit(device) if wanted == FP8 else None
     if reason is not None:
         raise Rejected("unsupported_precision", reason, location="deployment.toml: precision")
-    _, entries, module = opened or open_version(directory, family, sid, limits, wanted)
-    slot = (slots or Slots()).take(layout(module, wanted, device))
+    opened = opened or open_version(directory, family, sid, limits, wanted, between=between)
+    entries, module, bound = opened.entries, opened.module, opened.bound
+    slot = (slots or Slots()).take(bound.layout if bound is not None else layout(module, wanted, device), bound)
     try:
-        _bind(module, entries, slot, dtype, sha256, between)
+        if bound is None:
+            bound = Bound(opened.made_from, slot.layout, module, _targets(module, entries, slot, between))
+            slot.keep(bound)
+        _fill(bound, entries, slot, dtype, sha256, between)
     except BaseException:
         slot.release()  # whoever keeps the exception keeps no memory
         raise
@@ -178,17 +207,16 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(shown[:_LISTED]) + (f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else "")
 
 
-def _bind(
-    module: Family,
+def _fill(
+    bound: Bound,
     entries: Mapping[str, Entry],
     slot: Slot,
     dtype: torch.dtype,
     sha256: Mapping[str, str] | None,
     between: Callable[[], None],
 ) -> None:
-    """Fill the parameters' memory from the files, each read once from front to back, and give it to the module."""
-    targets = _targets(module, entries, slot)
-    tied = {name: source for name, source in module.tied().items() if name in entries}
+    """Fill the parameters' memory from the files, each read once from front to back."""
+    tied = {name: source for name, source in bound.module.tied().items() if name in entries}
     bytes_of: dict[str, str] = {}
     with _copying(slot):
         for file in dict.fromkeys(entry.file for entry in entries.values()):
@@ -196,22 +224,23 @@ def _bind(
                 if any(entries.get(name) != entry for name, entry in reader.entries.items()):
                     raise Rejected("changed_on_disk", "has changed while it was being read", location=file.name)
                 for name, entry in reader.entries.items():
+                    between()
                     compared = hashlib.sha256() if name in tied or name in tied.values() else None
-                    own = targets.get(name, ())
+                    own = bound.targets.get(name, ())
                     _read(reader, entry, own, dtype, compared, checked=bool(own))
                     if compared is not None:
                         bytes_of[name] = compared.hexdigest()
                 if sha256 is not None and sha256.get(file.name) != reader.sha256():
                     raise Rejected("file_digest", "is not what the manifest says", location=file.name)
-        module.to(slot.device)  # the family's constants
     for name, source in tied.items():
         if (entries[name].dtype, bytes_of[name]) != (entries[source].dtype, bytes_of[source]):
             message = f"differs from `{source}`, which config.json ties it to"
             raise Rejected("untied", message, location=entries[name].location)
-    module.requires_grad_(requires_grad=False).eval()
 
 
-def _targets(module: Family, entries: Mapping[str, Entry], slot: Slot) -> dict[str, list[Target]]:
+def _targets(
+    module: Family, entries: Mapping[str, Entry], slot: Slot, between: Callable[[], None]
+) -> dict[str, list[Target]]:
     """Make the slot's memory the module's parameters; by source tensor, where its rows go."""
     bindings, targets = module.bindings(), defaultdict[str, list[Target]](list)
     for name, parameter in list(module.named_parameters()):
@@ -223,13 +252,30 @@ def _targets(module: Family, entries: Mapping[str, Entry], slot: Slot) -> dict[s
         first, binding = 0, bindings[name]
         if binding.transpose and parameter.dim() != 2:
             raise Fault(f"`{name}` is no matrix: its sources cannot be transposed")
-        for source in binding.sources:
+        plain = binding.rows is None and scale is None and not binding.transpose
+        for source, times in _runs(binding.sources, together=plain):
             own = entries[source].shape[1 if binding.transpose else 0]
-            targets[source].append(Target(memory, first, binding.rows, scale, binding.transpose))
-            first += own if binding.rows is None else len(binding.rows)
+            if times > 1:
+                several = memory.narrow(0, first, times * own).view(times, own, *memory.shape[1:]).transpose(0, 1)
+                targets[source].append(Target(several, 0, None, times=times))
+            else:
+                targets[source].append(Target(memory, first, binding.rows, scale, binding.transpose))
+            first += times * (own if binding.rows is None else len(binding.rows))
         if first != parameter.shape[0]:
             raise Fault(f"`{name}` has {parameter.shape[0]} rows, its sources {first}")
+        between()
+    with _copying(slot):
+        module.to(slot.device)  # the family's constants
+    module.requires_grad_(requires_grad=False).eval()
     return targets
+
+
+def _runs(sources: Sequence[str], *, together: bool) -> Iterator[tuple[str, int]]:
+    """Sources in their order, and how often each is named in a row; once, unless these are taken together. A norm of
+    every head is one source some twenty times."""
+    for source, same in groupby(sources):
+        times = len(tuple(same))
+        yield from [(source, times)] if together else [(source, 1)] * times
 
 
 @contextmanager
@@ -263,7 +309,7 @@ def _read(
         rows = entry.size  # by bytes: who only goes past it does not care for its rows, and one of them may be all
     later = [target for target in targets if target.whole]
     whole = torch.empty(entry.shape if later else 0, dtype=stored)
-    alone = len(targets) < 2 and not any(target.transpose for target in targets)  # then it is cast while it is copied
+    alone = len(targets) < 2 and not any(one.transpose or one.times > 1 for one in targets)  # then a copy casts it, too
     clear(targets)
     for first, data in reader.read(entry, rows):
         if compared is not None:

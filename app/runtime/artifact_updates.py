@@ -72,7 +72,8 @@ class ArtifactUpdates:
         self._deployment, self._began = deployment, read_overlay(root)
         self._policies, self._ledger, self._log = policies, ledger, log
         self._background = Background("artifacts", heavy=True)
-        self._audit = Audit(self._audited, Pace(lambda: runtime.busy))
+        self._busy = lambda: runtime.busy
+        self._audit = Audit(self._audited, Pace(self._busy))
         self._survey: Survey | None = None
         self._settled: tuple[str, object, object] = ("", None, None)  # a survey, and what served when it was done with
         self._refused: dict[tuple[Kind, str], str] = {}
@@ -145,13 +146,17 @@ class ArtifactUpdates:
         believed = known = self._survey
         began = time.monotonic()
         while True:
-            seen = await self._background.run(lambda: survey(self._root, self._state_dir, self._survey, HEAVY))
+            seen = await self._surveyed(self._survey)
             if believed is None or known is None or seen.deployment == known.deployment:
                 return seen
             waited, known = time.monotonic() - began, seen
             if waited > MOST_RESTLESS_S:
                 return seen._replace(deployment=believed.deployment)
             await asyncio.sleep(QUIET_S if waited < RESTLESS_S else SHORT_S)
+
+    async def _surveyed(self, known: Survey | None) -> Survey:
+        look = partial(survey, self._root, self._state_dir, known, HEAVY, Pace(self._busy))
+        return await self._background.run(look)
 
     async def _pursue(self, seen: Survey) -> bool:
         """One step towards what is wanted; False where there is nothing left to do for this survey."""
@@ -169,7 +174,7 @@ class ArtifactUpdates:
 
     async def _still(self, want: Want, seen: Survey) -> bool:
         """Whether nobody has asked for something else while a set was being prepared."""
-        now = await self._background.run(lambda: survey(self._root, self._state_dir, seen, HEAVY))
+        now = await self._surveyed(seen)
         return now.ask == seen.ask or self._wanted(now, now.ask) == want
 
     async def _try(self, want: Want, resident: Resident, cause: str) -> None:

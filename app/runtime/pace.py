@@ -13,6 +13,8 @@ from typing import Final
 
 REST: Final = 1.0
 """Seconds of rest for each second of work."""
+LEAST_S: Final = 0.002
+"""Work that is rested for: a shorter rest is a turn more that the batches wait for. So whoever works may ask often."""
 MOST_S: Final = 0.1
 """One rest, at most: nobody knows what was done since the last one."""
 
@@ -33,7 +35,10 @@ class Pace:
         self._rested = clock()
 
     def __call__(self) -> None:
-        """Rest for the work since the last rest, where there are batches."""
+        """Rest for the work since the last rest, where that was some and there are batches."""
+        worked = self._clock() - self._rested
+        if worked < LEAST_S:
+            return
         if self._busy():
-            self._sleep(min(MOST_S, REST * (self._clock() - self._rested)))
+            self._sleep(min(MOST_S, REST * worked))
         self._rested = self._clock()

@@ -53,19 +53,23 @@ def read_weights(
     Bytes that are not the manifest's are refused as such, whatever else was found in them. between: called between
     pieces of work
     """
-    manifest = verify(directory, "weights", lambda name: not _is_streamed(name))
+    manifest = verify(directory, "weights", lambda name: not _is_streamed(name), between)
     sha256 = {name: entry.sha256 for name, entry in manifest.files.items() if _is_streamed(name)}
     kind, precision = family(deployment.family), deployment.precision
     try:
         with nothing_unexpected():
-            room = (slots.free_bytes, slots.new_bytes) if slots else (0, 0)
-            check_fits(directory, deployment, device, *room)
             wanted = resolve_precision(precision, device)
             # names and shapes first: a contract may take many seconds, and newer versions would wait for that of
             # weights that nobody can load
-            opened = open_version(directory, kind, deployment.sid, deployment.limits, wanted)
+            beside = _beside(manifest)
+            opened = open_version(
+                directory, kind, deployment.sid, deployment.limits, wanted, slots=slots, beside=beside, between=between
+            )
             between()
-            contract = contracts.of(kind, opened.files, deployment, wanted, _beside(manifest))
+            if opened.bound is None:
+                room = (slots.free_bytes, slots.new_bytes) if slots else (0, 0)
+                check_fits(directory, deployment, device, *room)
+            contract = contracts.of(kind, opened.files, deployment, wanted, beside)
             between()
             engine = load_weights(
                 directory, kind, deployment.sid, deployment.limits,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -57,10 +57,17 @@ class Survey(NamedTuple):
         return digest.hexdigest()
 
 
-def survey(root: Path, state_dir: Path, known: Survey | None = None, kinds: tuple[Kind, ...] = KINDS) -> Survey:
-    """Look at a root. known: an earlier survey, whose manifests are not read again where nothing moved."""
+def survey(
+    root: Path,
+    state_dir: Path,
+    known: Survey | None = None,
+    kinds: tuple[Kind, ...] = KINDS,
+    between: Callable[[], None] = lambda: None,
+) -> Survey:
+    """Look at a root. known: an earlier survey, whose manifests are not read again where nothing moved · between:
+    called between two versions."""
     earlier = {one.found.directory: one for found in known.candidates.values() for one in found} if known else {}
-    candidates = {kind: tuple(_look(found, kind, earlier) for found in versions(root, kind)) for kind in kinds}
+    candidates = {kind: tuple(_look(found, kind, earlier, between) for found in versions(root, kind)) for kind in kinds}
     ask: dict[Kind, str] = {}
     asked_by, problem = None, None
     for file, place in reversed(places(root, state_dir)):  # the stronger one comes last
@@ -74,7 +81,8 @@ def survey(root: Path, state_dir: Path, known: Survey | None = None, kinds: tupl
     return Survey(candidates, ask, asked_by, problem, read_overlay(root))
 
 
-def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate]) -> Candidate:
+def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate], between: Callable[[], None]) -> Candidate:
+    between()
     fingerprint = _fingerprint(found)
     known = earlier.get(found.directory)
     if known is not None and known.fingerprint == fingerprint and not _may_pass(known.problem):

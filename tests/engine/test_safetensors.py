@@ -196,3 +196,20 @@ def test_a_reader_that_is_left_early_leaves_no_thread(tmp_path, monkeypatch):
         for _ in reader.read(reader.entries["a"], 5 << 18):
             raise KeyError
     assert set(threading.enumerate()) <= before  # others may have ended
+
+
+def test_a_header_is_parsed_once_for_a_file_until_its_text_or_its_size_changes(tmp_path, monkeypatch):
+    parsed, real = [], json.loads
+    monkeypatch.setattr(safetensors.json, "loads", lambda *given, **how: parsed.append(1) or real(*given, **how))
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(save({"a": torch.zeros(3)}))
+    known = read_header(file)
+    known.pop("a")  # whoever asks has a table of its own
+    assert list(read_header(file)) == ["a"]
+    assert len(parsed) == 1
+    file.write_bytes(save({"b": torch.zeros(3)}))
+    assert list(read_header(file)) == ["b"]
+    with file.open("ab") as stream:
+        stream.write(b"more")
+    with pytest.raises(Rejected, match="followed by 4 bytes"):
+        read_header(file)

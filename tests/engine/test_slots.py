@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from app.engine.slots import Layout, Slots
-from app.errors import Rejected
+from app.engine.weights import open_version, resolve_precision
+from app.errors import Fault, Rejected
 from tests.engine import tiny
 
 LAYOUT = Layout((("a", (3, 4)), ("b", (5,))), torch.float32, torch.device("cpu"))
@@ -96,3 +99,71 @@ def test_what_a_new_slot_takes_beside_its_tensors_is_said_only_while_the_next_on
     assert slots.new_bytes == 1000
     held.release()
     assert slots.new_bytes == 0
+
+
+BESIDE = frozenset({("config.json", "1" * 64)})
+
+
+def opened(directory, slots, beside=BESIDE, limits=tiny.LIMITS, wanted=torch.float32):
+    return open_version(directory, tiny.family("qwen3"), tiny.SID, limits, wanted, slots=slots, beside=beside)
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp8"])
+def test_a_version_that_differs_in_values_alone_gets_the_module_of_a_free_slot(tmp_path, monkeypatch, precision):
+    monkeypatch.setattr("app.engine.weights.unfit", lambda _: None)  # a CPU computes in 8 bits, too
+    slots, wanted, sizes = Slots(most=1), resolve_precision(precision, tiny.CPU), {"intermediate_size": 32}
+    first, second = (tiny.write(tmp_path / f"v{n}", seed=n, **sizes) for n in (1, 2))
+
+    def loaded(directory, **how):
+        return tiny.engine(directory, slots=slots, precision=precision, **how)
+
+    one = opened(first, slots, wanted=wanted)
+    engine = loaded(first, opened=one)
+    assert opened(second, slots, wanted=wanted).bound is None, "the slot is lent"
+    module, addresses = one.module, engine.addresses
+    del engine, one
+    two = opened(second, slots, wanted=wanted)
+    assert two.module is module
+    engine = loaded(second, opened=two)
+    alone = tiny.engine(second, precision=precision)
+    assert (engine.addresses, engine.slot.number, slots.lent) == (addresses, 0, 1)
+    contexts = tiny.contexts(engine, [(3, 4, 5), (7, 8)])
+    found, expected = (one.encode(contexts, one.new_arena(tiny.LIMITS)) for one in (engine, alone))
+    assert torch.equal(found.logits, expected.logits)
+    assert torch.equal(found.log_norm, expected.log_norm)
+
+
+def test_a_module_is_made_anew_where_anything_but_values_differs_or_nobody_knows(tmp_path):
+    slots = Slots(most=1)
+    directory, other = tiny.write(tmp_path / "v1"), tiny.write(tmp_path / "v2", vocab_size=41)
+    tiny.engine(directory, slots=slots, opened=opened(directory, slots))
+    assert opened(directory, slots).bound is not None
+    assert opened(directory, slots, beside=None).bound is None
+    assert opened(directory, slots, beside=frozenset({("config.json", "2" * 64)})).bound is None
+    assert opened(directory, slots, limits=msgspec.structs.replace(tiny.LIMITS, batch=3)).bound is None
+    assert opened(directory, slots, wanted=torch.bfloat16).bound is None
+    assert opened(other, slots).bound is None
+    halved = {name: one.half() for name, one in load_file(directory / "model.safetensors").items()}
+    save_file(halved, directory / "model.safetensors")
+    assert opened(directory, slots).bound is None
+
+
+def test_a_load_that_fails_leaves_a_module_that_the_next_one_can_be_read_into(tmp_path):
+    slots, directory = Slots(most=1), tiny.write(tmp_path)
+    tiny.engine(directory, slots=slots, opened=opened(directory, slots))
+    for _ in range(2):
+        with pytest.raises(Rejected, match="manifest"):
+            tiny.engine(directory, slots=slots, opened=opened(directory, slots), sha256={"model.safetensors": "0" * 64})
+    again = opened(directory, slots)
+    assert again.bound is not None
+    assert tiny.engine(directory, slots=slots, opened=again).slot.number == 0
+
+
+def test_a_module_whose_slot_somebody_else_has_is_not_loaded_into(tmp_path):
+    slots, directory = Slots(most=2), tiny.write(tmp_path)
+    tiny.engine(directory, slots=slots, opened=opened(directory, slots))
+    late = opened(directory, slots)
+    held = tiny.engine(directory, slots=slots)
+    with pytest.raises(Fault, match="not free"):
+        tiny.engine(directory, slots=slots, opened=late)
+    del held

@@ -415,3 +415,13 @@ def test_only_a_matrix_can_be_transposed(tmp_path):
     with pytest.raises(Fault, match="`one` is no matrix"):
         edit(tmp_path, lambda tensors: tensors.update(one=torch.zeros(32)))
         load(tmp_path, Vector, SidConfig(sizes=(4, 4)), Limits(widths=(4, 4), rows=16), device=CPU)
+
+
+@pytest.mark.parametrize("chunk", [64, 1 << 20])
+def test_a_norm_of_every_head_is_read_once_and_lies_head_by_head(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(safetensors, "CHUNK", chunk)
+    engine = tiny.engine(tiny.write(tmp_path))
+    stored = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        q, k = (stored[f"model.layers.{layer}.self_attn.{x}_norm.weight"] for x in "qk")
+        assert torch.equal(engine.slot.tensors[f"blocks.{layer}.qk_norm"], torch.cat([q] * 4 + [k] * 2))

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from app.runtime import pace
-from app.runtime.pace import MOST_S, REST, Pace
+from app.runtime.pace import LEAST_S, MOST_S, REST, Pace
 from app.runtime.runtime import Runtime
 from tests import support
 from tests.live_support import live_server
@@ -50,9 +50,19 @@ def test_it_rests_in_proportion_to_what_it_has_worked_where_there_are_batches():
     assert clock.slept[3:] == [MOST_S]
 
 
+def test_it_rests_for_many_small_pieces_together():
+    clock = Clock()
+    rest = Pace(lambda: True, clock.clock, clock.sleep)
+    for _ in range(30):
+        clock.now += LEAST_S / 3.5
+        rest()
+    assert clock.slept == pytest.approx([REST * LEAST_S * 4 / 3.5] * 7)
+
+
 @pytest.mark.parametrize("busy", [True, False])
 async def test_a_version_is_loaded_with_rests_where_there_are_batches_alone(tmp_path, monkeypatch, busy):
     rests = []
+    monkeypatch.setattr(pace, "LEAST_S", 0.0)
     monkeypatch.setattr(pace.Pace.__init__, "__defaults__", (time.perf_counter, rests.append))
     monkeypatch.setattr(Runtime, "busy", property(lambda _: busy))
     root = support.write_root(tmp_path / "root")
@@ -68,6 +78,7 @@ async def test_a_vocab_is_loaded_and_its_policies_are_compiled_with_rests_where_
     tmp_path, monkeypatch, busy
 ):
     rests = []
+    monkeypatch.setattr(pace, "LEAST_S", 0.0)
     monkeypatch.setattr(
         pace.Pace.__init__,
         "__defaults__",
