@@ -343,6 +343,8 @@ def check_tokens(missing: Sequence[Sequence[int]], vocab: Vocab, location: str |
     """
     found = []
     for step, codes in enumerate(missing):
+        if not codes:
+            continue
         unwritable = np.isin(vocab.codes[:, step], np.array(codes, np.int64))
         if unwritable.any():
             item = int(np.argmax(unwritable))

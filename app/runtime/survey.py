@@ -105,26 +105,27 @@ def _fingerprint(found: Found) -> str:
     complete: a manifest that comes between that and this moment must make a difference to the next survey."""
     directory = found.directory
     digest = hashlib.sha256(str(found.complete).encode())
-    outside = _is_link(directory) and leads_out(directory, directory.parent)
+    linked = _is_link(directory)
+    outside = linked and leads_out(directory, directory.parent)
     for base, folders, files in () if outside else os.walk(directory):
         folders.sort()
         for name in sorted(files):
-            path = Path(base) / name
+            path = f"{base}/{name}"  # a survey follows every hint: a Path of each would be half of its time
             try:
-                status = path.stat()
+                status = os.stat(path)  # noqa: PTH116
                 times = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_mode)
                 digest.update(f"{path} {times}\n".encode("utf-8", "surrogateescape"))
             except OSError as error:
                 digest.update(f"{path} {error.errno}\n".encode("utf-8", "surrogateescape"))
-    digest.update(_bytes(directory / FILE) or b"-")
+    digest.update(_manifest(directory, linked=linked) or b"-")
     return digest.hexdigest()
 
 
-def _bytes(file: Path) -> bytes | None:
-    """Of a file of a version, or of what a link there leads to inside the versions of a kind."""
-    linked = _is_link(file.parent) or _is_link(file)
+def _manifest(directory: Path, *, linked: bool) -> bytes | None:
+    """The manifest's bytes, or those of what a link there leads to inside the versions of a kind."""
+    file = directory / FILE
     try:
-        return read_small(file, MOST, file.parent.parent if linked else None)
+        return read_small(file, MOST, directory.parent if linked or _is_link(file) else None)
     except OSError:
         return None
 

@@ -94,25 +94,25 @@ def _open(directory: Path, sizes: tuple[int, ...] | None, between: Callable[[], 
         message = f"made for sizes {list(metadata.sizes)}, the deployment has {list(sizes)}"
         raise Rejected("sizes_differ", message, location=FILE)
     try:
-        table = _table(arrays, metadata)
+        table = _table(arrays, metadata, between)
         between()
         return make_vocab(table, metadata.sizes, version=manifest.version, digest=manifest.digest, between=between)
     except Rejected as error:
         raise Rejected.together(within(FILE, error)) from error
 
 
-def _table(arrays: dict[str, npt.NDArray[Any]], metadata: Metadata) -> Table:
+def _table(arrays: dict[str, npt.NDArray[Any]], metadata: Metadata, between: Callable[[], None]) -> Table:
     """The table that arrays hold. Raises Rejected with what is wrong with any of them."""
     codes = _take(arrays, "sid", "i4", 2)
     items = len(codes)
     found: list[Rejected] = []
     _note(found, lambda: check_codes(codes, metadata.sizes))
-    ids = _note(found, lambda: _strings(arrays, "id", longest=MAX_ID))
+    ids = _note(found, lambda: _strings(arrays, "id", longest=MAX_ID, between=between))
     if ids is not None and len(ids) != items:
         found.append(_bad(f"{counted(len(ids), 'id')} for {counted(items, 'SID')}", "id.start"))
     columns: dict[str, Column] = {}
     for k, name in enumerate(metadata.attributes):
-        column = _note(found, partial(_column, arrays, f"attr.{k}", items))
+        column = _note(found, partial(_column, arrays, f"attr.{k}", items, between))
         if column is not None:
             columns[name] = column
     if not found and (arrays or len(columns) != len(metadata.attributes)):
@@ -134,20 +134,22 @@ def _note(found: list[Rejected], call: Callable[[], T]) -> T | None:
         return None
 
 
-def _column(arrays: dict[str, npt.NDArray[Any]], name: str, items: int) -> Column:
+def _column(arrays: dict[str, npt.NDArray[Any]], name: str, items: int, between: Callable[[], None]) -> Column:
     if f"{name}.value" in arrays:
         numbers = Numbers(_take(arrays, f"{name}.value", "f4", 1), _take(arrays, f"{name}.present", "?", 1))
         if len(numbers.values) != items or len(numbers.present) != items or not np.isfinite(numbers.values).all():
             raise _bad(f"not {items} finite numbers", name)
         return numbers
-    texts = Texts(_take(arrays, f"{name}.code", "i4", 1), _strings(arrays, name, longest=None))
+    texts = Texts(_take(arrays, f"{name}.code", "i4", 1), _strings(arrays, name, longest=None, between=between))
     codes = texts.codes
     if len(codes) != items or codes.min(initial=0) < -1 or codes.max(initial=-1) >= len(texts.words):
         raise _bad(f"not {items} places in {len(texts.words)} texts", name)
     return texts
 
 
-def _strings(arrays: dict[str, npt.NDArray[Any]], name: str, longest: int | None) -> Strings:
+def _strings(
+    arrays: dict[str, npt.NDArray[Any]], name: str, *, longest: int | None, between: Callable[[], None]
+) -> Strings:
     """Texts whose bounds ascend over the whole buffer and that are UTF-8; ids have 1 to `longest` bytes."""
     text = _take(arrays, f"{name}.text", "u1", 1)
     start = arrays.get(f"{name}.start")
@@ -165,6 +167,7 @@ def _strings(arrays: dict[str, npt.NDArray[Any]], name: str, longest: int | None
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for begin in range(0, len(text), CHUNK):
+            between()
             decoder.decode(text[begin : begin + CHUNK].data, final=begin + CHUNK >= len(text))
     except UnicodeDecodeError as error:
         raise _bad(f"not UTF-8 ({error.reason})", f"{name}.text") from error

@@ -16,6 +16,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -77,6 +78,7 @@ def is_version(name: str) -> bool:
     return bool(_VERSION.fullmatch(name)) and not name.lower().endswith(_UNFINISHED)
 
 
+@lru_cache(maxsize=1024)
 def version_key(version: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
     """The order of versions: digits compare as numbers (v10 > v9), everything else as text; of equal ones (`10`, `010`)
     the larger text is the newer. Where a number meets text, the number is newer."""
