@@ -114,7 +114,7 @@ class Admission:
         history_items, unknown_history = np.empty(0, np.int64), 0
         if isinstance(request.context, HistoryIds):
             history_items, unknown_history = _known(vocab, request.context.ids)
-            context = History(vocab.sids(history_items))
+            context = History(vocab.codes.take(history_items, axis=0))
         else:
             context = request.context
         try:

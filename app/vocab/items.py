@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -36,11 +36,10 @@ class Strings:
         """One string."""
         return self.raw(i).decode()
 
-    def many(self, items: npt.NDArray[np.int64]) -> list[str]:
+    def many(self, items: Iterable[int]) -> list[str]:
         """Some strings, by numbers that are not below 0."""
-        bounds = zip(self.start[items].tolist(), self.start[items + 1].tolist(), strict=True)
-        text = self.text.data
-        return [str(text[low:high], "utf-8") for low, high in bounds]
+        text, start = self.text.data, self.start.data
+        return [str(text[start[i] : start[i + 1]], "utf-8") for i in items]
 
     def blocks(self) -> Iterator[list[bytes]]:
         """All strings in order, some thousands at a time."""
@@ -204,11 +203,11 @@ class Ids:
         # surrogates cannot be in a UTF-8 table: encoded this way they are simply unknown
         raw = [name.encode("utf-8", "surrogatepass") for name in ids]
         hashes = np.array([crc32(one) for one in raw], np.uint32)
-        edge = self.edges[hashes >> (33 - len(self.edges).bit_length())]
-        behind = (self.hashes[edge[:, None] + _BEHIND] == hashes[:, None]).argmax(1)
-        items: npt.NDArray[np.int64] = self.by_hash[edge + behind].astype(np.int64)
+        edge = self.edges.take(hashes >> (33 - len(self.edges).bit_length()))
+        behind = (self.hashes.take(edge[:, None] + _BEHIND) == hashes[:, None]).argmax(1)
+        items: npt.NDArray[np.int64] = self.by_hash.take(edge + behind).astype(np.int64)
         start, text = self.strings.start, self.strings.text.data
-        given = zip(start[items].tolist(), start[items + 1].tolist(), raw, strict=True)
+        given = zip(start.take(items).tolist(), start.take(items + 1).tolist(), raw, strict=True)
         for i in [i for i, (low, high, one) in enumerate(given) if text[low:high] != one]:
             items[i] = self._search(int(edge[i]), int(hashes[i]), raw[i])
         return items

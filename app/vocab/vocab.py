@@ -59,7 +59,7 @@ class Vocab:
         numbers = np.asarray(items, np.int64)
         if len(numbers) and numbers.min() < 0:
             raise IndexError(f"{numbers.min()} is no item number")
-        return self.codes[numbers]
+        return self.codes.take(numbers, axis=0)
 
     def id(self, item: int) -> str:
         """The id of one item."""
@@ -69,9 +69,9 @@ class Vocab:
 
     def ids(self, items: npt.ArrayLike) -> list[str]:
         """The ids of items. Raises IndexError for a number that is no item."""
-        numbers = np.asarray(items, np.int64)
-        if len(numbers) and numbers.min() < 0:
-            raise IndexError(f"{numbers.min()} is no item number")
+        numbers = np.asarray(items, np.int64).tolist()
+        if min(numbers, default=0) < 0:
+            raise IndexError(f"{min(numbers)} is no item number")
         return self.names.strings.many(numbers)
 
     def leaf_range(self, leaves: npt.ArrayLike) -> tuple[Numbers64, Numbers64]:

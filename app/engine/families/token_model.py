@@ -27,6 +27,7 @@ class TokenModel(Family):
     """The vocabulary's side of a language model; a family adds its blocks between `embedded` and `output`.
 
     tokens[t - 1]  [C_t] int64: the token ids of step t's codes, -1 = none
+    token_of       [C_1 + .. + C_L] int32: those of all steps, step t's from code_at[t - 1] on
     trunk          the name in front of the checkpoint's own tensors ("model")
     """
 
@@ -51,6 +52,8 @@ class TokenModel(Family):
         self.prefix = np.array(prefix, dtype=np.int32)
         self.positions = limits.context + len(prefix)
         self.unwritten = tuple(bool((ids < 0).any()) for ids in tokens)
+        self.token_of = np.concatenate(tokens).astype(np.int32)
+        self.code_at = np.cumsum([0, *map(len, tokens[:-1])])
         with torch.device("meta"):
             self.embed = nn.Parameter(torch.empty(vocabulary))
             self.norm = nn.Parameter(torch.empty(vocabulary[1]))
@@ -116,13 +119,12 @@ class TokenModel(Family):
                 prompt = self._prompt(ids)
             case History(codes):
                 newest = codes[max(0, len(codes) - (self.context - len(self.prefix)) // self.steps) :]
-                columns = [ids[newest[:, t]] for t, ids in enumerate(self.tokens)]
-                prompt = np.stack(columns, 1).reshape(-1).astype(np.int32)
-                if prompt.size and prompt.min() < 0:
+                prompt = self.token_of[newest + self.code_at].reshape(-1)
+                if prompt.size and any(self.unwritten) and prompt.min() < 0:
                     raise Fault("a history holds a code without a token: the gate let its vocab through")
             case _:
                 raise InvalidRequest("this model takes `history` or `tokens`", path="$.context")
-        prompt = np.concatenate([prompt, self.prefix])
+        prompt = np.concatenate((prompt, self.prefix)) if len(self.prefix) else prompt
         if not prompt.size:
             raise InvalidRequest("the context is empty: there is nothing to predict from", path="$.context")
         return {"tokens": prompt}
