@@ -362,10 +362,7 @@ class Runtime:
         job, now = end.job, self._clock()
         snapshot, plan, request = job.snapshot, job.plan, job.request
         ids = snapshot.vocab.ids(ranked.items)
-        sids = ranked.sids.tolist()
-        found = tuple(
-            Item(item, score, tuple(sid)) for item, score, sid in zip(ids, ranked.scores.tolist(), sids, strict=True)
-        )
+        found = tuple(map(Item, ids, ranked.scores.tolist(), map(tuple, ranked.sids.tolist())))
         status, reason = _status(len(found), request.k, min(plan.widths[-1] * plan.per_sid, plan.limit))
         queue_ms = 1e3 * (end.began - job.admitted)
         self._metrics.queue_seconds.observe(queue_ms / 1e3)
