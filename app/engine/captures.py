@@ -92,8 +92,8 @@ class _Set(Generic[K]):
         own, held = engine.constants(), self.constants
         if {name: _kind(one) for name, one in own.items()} != {name: _kind(one) for name, one in held.items()}:
             return False
-        others = [(one, held[name]) for name, one in own.items() if one is not held[name]]  # none of a module used again
-        if not others:
+        others = [(one, held[name]) for name, one in own.items() if one is not held[name]]
+        if not others:  # the module is used again
             return True
         with _beside(engine.device):  # and one answer for all: in line with the batches, each would wait for them
             return bool(torch.stack([torch.eq(one, other).all() for one, other in others]).all())
