@@ -10,13 +10,15 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from app.config import Limits
 from app.errors import DeadlineTooShort, QueueFull
 from app.runtime.job import Batch, Job, Served
 from app.runtime.predict import BatchTime
 from app.runtime.thread import EngineThread
+
+R = TypeVar("R")
 
 
 class _Running(NamedTuple):
@@ -55,6 +57,7 @@ class Batcher:
         self._ended = -math.inf
         self._idle = asyncio.Event()
         self._idle.set()
+        self._once: list[Callable[[], None]] = []
         self.time = BatchTime()
 
     @property
@@ -102,6 +105,33 @@ class Batcher:
         """Wait until nothing waits and nothing runs."""
         await self._idle.wait()
 
+    async def once_nobody_waits(self, then: Callable[[], R], within_s: float) -> R:
+        """Call `then` once when nobody waits, whoever runs, and return what it returns: at once, or in the turn of the
+        loop in which the last who wait have left the queue, before anybody is queued behind them; after `within_s`
+        seconds in any case. A caller that is cancelled before has changed nothing. Raises what `then` raises.
+
+        What changes the batch key here splits no batch: requests of the old key never wait beside those of the new one.
+        """
+        if not self._waiting:
+            return then()
+        done: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+
+        def act() -> None:
+            if not done.done():
+                try:
+                    done.set_result(then())
+                except Exception as error:  # noqa: BLE001  it is the caller's, and no batch's
+                    done.set_exception(error)
+
+        self._once.append(act)
+        timer = asyncio.get_running_loop().call_later(within_s, act)
+        try:
+            return await done
+        finally:
+            timer.cancel()
+            if act in self._once:
+                self._once.remove(act)
+
     def forget(self, job: Job) -> None:
         """A queued job's client has gone or its time has passed: it leaves now. Running jobs are left alone."""
         if job in self._waiting:
@@ -120,9 +150,12 @@ class Batcher:
 
     def _pump(self) -> None:
         self._pump_scheduled = False
+        self._feed()
+        self._settle()
+
+    def _feed(self) -> None:
         while self._wanted() and self._hand_in():
             pass
-        self._settle()
 
     def _hand_in(self) -> bool:
         """Give the engine the next batch; whether there was one."""
@@ -144,7 +177,7 @@ class Batcher:
         assert one.batch is batch, "they end in their order"
         self.time.observe(one.rows, now - max(one.handed, self._ended))
         self._ended = now
-        self._pump()  # the engine first, the answers after it
+        self._feed()  # the engine first, the answers after it
         self._done_with(served)
         self._settle()
 
@@ -170,8 +203,13 @@ class Batcher:
         return Batch(tuple(chosen)) if chosen else None
 
     def _settle(self) -> None:
-        if not self._waiting and not self._running:
+        if self._waiting:
+            return
+        if not self._running:
             self._idle.set()
+        acts, self._once = self._once, []
+        for act in acts:
+            act()
 
     def _predicted_finish(self, rows: int, now: float) -> float | None:
         """When a request of `rows` would be done if it came now: the running batch's rest, the batches ahead of it, its

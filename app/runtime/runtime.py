@@ -39,6 +39,7 @@ from app.runtime.ticket import PendingTicket
 from app.runtime.told import ToldTicket
 
 T = TypeVar("T", PendingTicket, ToldTicket)
+R = TypeVar("R")
 
 
 class Runtime:
@@ -155,6 +156,10 @@ class Runtime:
                         let_go(end.result)
                         failed[plan.policy] = end.result.message
         return failed
+
+    async def once_nobody_waits(self, then: Callable[[], R], within_s: float) -> R:
+        """The moment for a swap to another batch key. See `Batcher.once_nobody_waits`."""
+        return await self._batcher.once_nobody_waits(then, within_s)
 
     def swap(self, snapshot: Snapshot, cause: str) -> None:
         """From now on requests are admitted on another snapshot; those that are queued or running keep theirs."""

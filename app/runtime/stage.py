@@ -1,17 +1,20 @@
 """From a wanted set to a resident, and from a resident to the snapshot that new requests are admitted on.
 
 Everything slow happens beside the requests. What becomes visible is one reference swap: nothing drains, nothing is
-refused, and what is queued or running finishes on what it was admitted on.
+refused, and what is queued or running finishes on what it was admitted on. Other weights or another vocab are swapped
+to at a moment when nobody is queued, if one comes soon: a batch holds requests of one set, so who waited on the old one
+would be a batch of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from app.config import Deployment
 from app.engine.slots import Slots
@@ -41,6 +44,23 @@ _BEFORE: Final = {State.LOADING: State.VERIFYING, State.WARMING: State.VALIDATIN
 """What lies between DISCOVERED and these."""
 FIXED_SLOTS: Final = 2
 """Weight slots beside those for rollbacks: one serves, one is written."""
+WAIT_S: Final = 0.25
+"""Seconds that a swap waits at most for a moment when nobody is queued. One comes with each batch that takes all who
+wait, so within the time of a batch; under overload none comes."""
+
+
+class _Next(NamedTuple):
+    """A resident as it is to be admitted on.
+
+    state     the policies in force, compiled for it
+    swaps     how many there had been, and in_force: what policies there were, when it was put together: once somebody
+              has swapped or edited, it is put together anew
+    """
+
+    resident: Resident
+    state: InForce
+    swaps: int
+    in_force: InForce | None
 
 
 class Stage:
@@ -64,6 +84,7 @@ class Stage:
         self._root, self._runtime, self._policies, self._ledger = root, runtime, policies, ledger
         self._contracts, self._pace = contracts, Pace(lambda: runtime.busy)
         self._background, self._composing, self._compose = background, composing, compose
+        self._promoting = asyncio.Lock()  # one after another, in the order in which they were asked for
         self._composer = Background("compose")  # a rollback does not wait for what is being loaded
         self._burials: set[asyncio.Future[None]] = set()
         self.residents = Residents(self._retire)
@@ -125,18 +146,49 @@ class Stage:
         self._mark()
 
     async def promote(self, resident: Resident, cause: str) -> Snapshot:
-        """Admit new requests on a resident. Raises Rejected where the policies in force cannot serve with it."""
-        async with self._composing:
-            active = self._runtime.active
-            if active is not None and active.batch_key == resident.key and _versions(active) == resident.versions:
-                return active
-            snapshot, state = await self._composed(resident.snapshot)
-            warmed = await self._warmed(snapshot, state, resident.warmed)
-            snapshot = self._compose(snapshot)  # somebody may have been killed meanwhile
-            self._runtime.swap(snapshot, cause)
-            self._policies.adopt(state)
-            warmed |= resident.warmed
-            self.residents.put(replace(resident, snapshot=snapshot, warmed=warmed, active_at=now_iso()))
+        """Admit new requests on a resident, at a moment when nobody is queued, `WAIT_S` after it is ready for that at
+        the latest. Raises Rejected where the policies in force cannot serve with it.
+
+        It waits without `composing`: edits and take-downs are live at once, and are in what is then swapped to.
+        """
+        clock, latest = asyncio.get_running_loop().time, math.inf
+        async with self._promoting:
+            while True:
+                async with self._composing:
+                    active = self._runtime.active
+                    same = active is not None and active.batch_key == resident.key
+                    if active is not None and same and _versions(active) == resident.versions:
+                        return active
+                    del active  # it may leave memory as soon as something else serves
+                    made = await self._made(resident)
+                    latest = min(latest, clock() + WAIT_S)
+                    if same or clock() >= latest:  # batches are of one key: an equal one splits none
+                        return self._cut_over(made, cause)
+                moment = partial(self._cut_over_unless_changed, made, cause)
+                snapshot = await self._runtime.once_nobody_waits(moment, latest - clock())
+                if snapshot is not None:
+                    return snapshot
+                resident = made.resident  # what was tried on it is known
+
+    async def _made(self, resident: Resident) -> _Next:
+        """With the policies in force, tried. Under `composing`, so that only kills come meanwhile."""
+        snapshot, state = await self._composed(resident.snapshot)
+        warmed = await self._warmed(snapshot, state, resident.warmed)
+        resident = replace(resident, snapshot=snapshot, warmed=warmed | resident.warmed)
+        return _Next(resident, state, self._runtime.swaps, self._policies.in_force)
+
+    def _cut_over_unless_changed(self, made: _Next, cause: str) -> Snapshot | None:
+        """None where somebody has changed what serves since it was made, or is about to."""
+        changed = self._runtime.swaps != made.swaps or self._policies.in_force is not made.in_force
+        return None if changed or self._composing.locked() else self._cut_over(made, cause)
+
+    def _cut_over(self, made: _Next, cause: str) -> Snapshot:
+        """The swap, and all that is to be noted with it, in one turn of the loop: a cancellation comes before or
+        after it."""
+        snapshot = self._compose(made.resident.snapshot)  # somebody may have been killed meanwhile
+        self._runtime.swap(snapshot, cause)
+        self._policies.adopt(made.state)
+        self.residents.put(replace(made.resident, snapshot=snapshot, active_at=now_iso()))
         self._mark()
         self._trim()
         return snapshot
