@@ -15,9 +15,8 @@ from app.policies.assign import Assignment, Facts, Traffic, assign
 from app.policies.plan import Plan
 from app.runtime.fields import Fields, fields_of
 from app.runtime.job import plan_rows
-from app.runtime.snapshot import DeadNodes, Int64s, Snapshot
+from app.runtime.snapshot import DeadNodes, Snapshot
 from app.runtime.status import utc_seconds
-from app.vocab.vocab import Vocab
 
 ARM_PATH: Final = "header x-widebeam-arm"
 
@@ -89,6 +88,8 @@ class Admission:
         traffic = snapshot.policies.traffic
         if request.arms:
             self._check_arms(request.arms, traffic)
+        if not traffic.layers and traffic.holdout is None:
+            return Assignment(traffic.default)
         facts = Facts(request.user_id, request.request_id, request.ctx, request.user)
         return assign(traffic, facts, self.wall(), snapshot.killed, request.arms)
 
@@ -109,11 +110,11 @@ class Admission:
         """
         vocab, plan = snapshot.vocab, choice.plan
         fields = fields_of(request, plan.policy, plan.asks, snapshot.contract.request)
-        excluded_items, unknown_exclude = _known(vocab, request.exclude)
+        excluded_items, unknown_exclude = vocab.known(request.exclude)
         context: Context
         history_items, unknown_history = np.empty(0, np.int64), 0
         if isinstance(request.context, HistoryIds):
-            history_items, unknown_history = _known(vocab, request.context.ids)
+            history_items, unknown_history = vocab.known(request.context.ids)
             context = History(vocab.codes.take(history_items, axis=0))
         else:
             context = request.context
@@ -137,12 +138,3 @@ class Admission:
             load=choice.load,
             level=choice.level,
         )
-
-
-def _known(vocab: Vocab, ids: tuple[str, ...]) -> tuple[Int64s, int]:
-    """Item numbers of the ids that the vocab knows, in their order, and how many it does not know."""
-    if not ids:
-        return np.empty(0, np.int64), 0
-    found = vocab.find(ids)
-    known = found[found >= 0]
-    return known, len(found) - len(known)

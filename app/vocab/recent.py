@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,6 @@ MOST = 1 << 16
 """Ids that are kept; then it begins anew."""
 LONGEST = 128
 """Characters of the longest id that is kept."""
-MANY = 4096
-"""More ids than this at once are no request's history: they are looked up, and push nothing out."""
 
 
 class Recent:
@@ -31,10 +30,8 @@ class Recent:
         """How many ids it keeps."""
         return len(self._known)
 
-    def find(self, ids: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Item numbers [n] int64, -1 = unknown."""
-        if len(ids) > MANY:
-            return self._look_up(ids)
+    def find(self, ids: Sequence[str]) -> list[int]:
+        """Item numbers, -1 = unknown."""
         found = list(map(self._known.get, ids))
         if None in found:
             missing = [i for i, item in enumerate(found) if item is None]
@@ -43,7 +40,7 @@ class Recent:
             for i, item in zip(missing, items, strict=True):
                 found[i] = item
             self._keep(asked, items)
-        return np.array(found, np.int64)
+        return cast(list[int], found)
 
     def _keep(self, ids: Sequence[str], items: Sequence[int]) -> None:
         if len(self._known) >= MOST:

@@ -52,7 +52,13 @@ class Vocab:
 
     def find(self, ids: Sequence[str]) -> Numbers64:
         """Item numbers [n] int64 of ids, byte for byte; -1 = unknown."""
-        return self.recent.find(ids)
+        return self.names.find(ids)
+
+    def known(self, ids: Sequence[str]) -> tuple[Numbers64, int]:
+        """Item numbers [m] int64 of those of a request's ids that are items, in their order, and how many are not."""
+        found = self.recent.find(ids)
+        unknown = found.count(-1)
+        return np.array([item for item in found if item >= 0] if unknown else found, np.int64), unknown
 
     def sids(self, items: npt.ArrayLike) -> npt.NDArray[np.int32]:
         """The SIDs [n, L] int32 of items. Raises IndexError for a number that is no item (-1 included)."""
