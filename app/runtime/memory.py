@@ -31,7 +31,7 @@ SPARE: Final = 64 << 20
 _PER_NODE: Final = 12
 """Of the trie on the host: first child, code and parent of a node."""
 _PER_ITEM: Final = 20
-"""Hash (8), place by hash, leaf, and the leaf's first item."""
+"""Hash, place by hash, edge of hashes, leaf, and the leaf's first item."""
 _TRIE: Final = 8
 """Of a node on the device: first child and code."""
 _SORTING: Final = 24

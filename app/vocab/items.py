@@ -146,7 +146,7 @@ class Ids:
     """Item ids, byte for byte ("007" and "7" are two items), found through their sorted hashes.
 
     hashes [n] uint32 ascending, by_hash [n] the items in that order, `WINDOW` more of both behind them. A hash only
-    narrows the search, the bytes decide, so no collision can change an answer. edges [2^b, n to 2 n]: where the hashes
+    narrows the search, the bytes decide, so no collision can change an answer. edges [2^b, about n]: where the hashes
     begin whose first b bits are so large; a search begins there, and most of them end there.
     """
 
@@ -175,7 +175,7 @@ class Ids:
         by_hash = np.zeros(count + WINDOW, np.int32 if count < 2**31 else np.int64)
         by_hash[:count] = key & 0xFFFFFFFF
         between()
-        bits = max(1, count.bit_length())
+        bits = max(1, count.bit_length() - 1)
         low = np.arange(1 << bits, dtype=np.uint32) << (32 - bits)
         edges = np.searchsorted(hashes[:count], low).astype(by_hash.dtype)
         between()
