@@ -3,8 +3,8 @@
     python -m bench.request_layers [--rounds 60] [--requests 96] [--history 100] [--k 50] [--json FILE]
 
 The server's own protocol and applications over connections in memory, so that neither sockets nor a client are in the
-figures, and engines that answer at once. Each row but the last is what its layer adds to those above it, or what it
-takes alone; short rounds of all of them take turns, and the quickest of each counts, since a busy machine only adds.
+figures, and engines that answer at once. Each row but the last two is what its layer adds to those above it, or what
+it takes alone; short rounds of all of them take turns, and the quickest of each counts, since a busy machine only adds.
 
 protocol    bytes to a request and back: HTTP's parser, uvicorn's cycle, one task
 edge        request id, bounds of the body
@@ -16,6 +16,7 @@ runtime     behind the front door: admission, queue, batches of 32 to an engine 
 together    all of it
 front ends  what is left of it in the engine's process with `server.front_ends`: messages to requests, the runtime,
             outcomes to messages
+new ids     the same, where nobody has asked for an id of the histories before; in all other rows somebody has
 """
 
 from __future__ import annotations
@@ -123,7 +124,11 @@ class Connections:
 class FrontEnd:
     """A front end's socket to the engine, in memory; as many requests at the same moment as there are connections."""
 
-    def __init__(self, runtime: Runtime, deployment: Deployment, log: Log, asked_: Sequence[Request]) -> None:
+    def __init__(
+        self, runtime: Runtime, deployment: Deployment, log: Log, asked_: Sequence[Request], *, new: bool = False
+    ) -> None:
+        """new: whether nothing was asked for before, each time"""
+        self._runtime, self._new = runtime, new
         self._port = Port(runtime, Metrics(), log, _never, Hello(deployment, False))
         self._port.connection_made(Wire())
         encode = msgspec.msgpack.Encoder().encode
@@ -133,6 +138,8 @@ class FrontEnd:
     async def ask(self, requests: int) -> None:
         """See `Connections.ask`."""
         for _ in range(0, requests, CONNECTIONS):
+            if self._new and self._runtime.active is not None:
+                self._runtime.active.vocab.recent._known.clear()  # noqa: SLF001
             self._port.data_received(self._wave)
             while self._port._open:  # noqa: SLF001, ASYNC110  it tells its front end, nobody else
                 await asyncio.sleep(0)
@@ -238,7 +245,10 @@ class Bench:
         }
         contexts = [HistoryIds(tuple(f"item-{i}" for i in one)) for one in histories]
         requests = [Request(f"r-{n}", one, k, f"u-{n}", received=time.monotonic()) for n, one in enumerate(contexts)]
-        self._front_end = FrontEnd(runtime, deployment, quiet, requests)
+        self._front_ends = {
+            name: FrontEnd(runtime, deployment, quiet, requests, new=name == "new ids")
+            for name in ("front ends", "new ids")
+        }
         body = wire.body_type(deployment.limits)
         self.alone: dict[str, Callable[[], object]] = {
             "decode": partial(_decode, codec.decoders(body)[media.JSON], bodies[0]),
@@ -250,7 +260,7 @@ class Bench:
         open_ = {name: Connections(app, self._asked) for name, app in self.apps.items()}
         parts: dict[str, Callable[[int], Awaitable[None]]] = {name: one.ask for name, one in open_.items()}
         parts |= {name: partial(_repeat, call) for name, call in self.alone.items()}
-        parts["front ends"] = self._front_end.ask
+        parts |= {name: one.ask for name, one in self._front_ends.items()}
         best = dict.fromkeys(parts, float("inf"))
         gc.disable()  # between rounds instead
         try:
@@ -262,9 +272,10 @@ class Bench:
                 gc.collect()
         finally:
             gc.enable()
-            self._front_end.close()
-            for one in open_.values():
-                one.close()
+            for connections in open_.values():
+                connections.close()
+            for front_end in self._front_ends.values():
+                front_end.close()
         return best
 
 
@@ -290,6 +301,7 @@ def layers(best: Mapping[str, float]) -> dict[str, float]:
         "runtime": best["runtime"] - best["line"],
         "together": best["runtime"],
         "front ends": best["front ends"],
+        "new ids": best["new ids"],
     }
 
 
