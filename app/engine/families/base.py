@@ -53,7 +53,8 @@ def fields_of(config: Mapping[str, object], kind: type[Struct]) -> dict[str, obj
 
 class Family(nn.Module):
     """A model behind the engine seam (RecoGEM 3.1-3.2). Parameters are made without storage (meta device) in `build`;
-    the engine binds them from an artifact by `bindings`.
+    the engine binds them from an artifact by `bindings`. Versions that differ in nothing but their tensors' values take
+    turns in one module: it must keep nothing that it has computed from its parameters.
 
     Class attributes: name; contexts = the kinds of `core.Context` that `prepare` takes.
     """
