@@ -244,13 +244,18 @@ def in_order(served, jobs):
 def test_step_1_beside_the_batch_before_answers_as_behind_it(world):
     _, deployment, snapshot = world
     loop, plain = StepLoop(time.monotonic, Metrics()), StepLoop(time.monotonic, Metrics(), beside=lambda _: False)
-    assert loop.prepare(snapshot).graphs == plain.prepare(snapshot).graphs
+    assert loop.prepare(snapshot).graphs > plain.prepare(snapshot).graphs  # and contexts, padded: up to sums' order
     jobs = asked(deployment, snapshot)
     batches = [tuple(jobs[: 1 + 7 * n % len(jobs)]) for n in range(12)]
+    alone = [in_order(loop.serve(Batch(batch)), batch) for batch in batches]
+    for mine, batch in zip(alone, batches, strict=True):
+        others = in_order(plain.serve(Batch(batch)), batch)
+        assert_alike(*({n: list(zip(*one, strict=True)) for n, one in enumerate(given)} for given in (mine, others)),
+                     "bfloat16")  # fmt: skip
     for _ in range(3):
         flights = [loop.launch(Batch(batch)) for batch in batches]
         found = [in_order(loop.finish(flight), batch) for flight, batch in zip(flights, batches, strict=True)]
-        assert found == [in_order(plain.serve(Batch(batch)), batch) for batch in batches]
+        assert found == alone
 
 
 def test_step_1_does_not_wait_for_the_batch_before(world):
@@ -291,11 +296,11 @@ def test_fifty_batches_of_two_snapshots_in_turn_keep_their_own_step_1_and_the_me
                 parameter.mul_(factor)
         pair.append(replace(snapshot, engine=made))
     torch.cuda.synchronize()
-    loop, plain = StepLoop(time.monotonic, Metrics()), StepLoop(time.monotonic, Metrics(), beside=lambda _: False)
+    loop = StepLoop(time.monotonic, Metrics())
     for one in pair:
-        assert loop.prepare(one).graphs == plain.prepare(one).graphs > 0
+        assert loop.prepare(one).graphs > 0
     sets = [tuple(asked(deployment, one)[: 1 + 3 * n]) for n in range(4) for one in pair]
-    expected = [in_order(plain.serve(Batch(jobs)), jobs) for jobs in sets]
+    expected = [in_order(loop.serve(Batch(jobs)), jobs) for jobs in sets]
     assert expected[0] != expected[1]
     before, used = loop.launch(Batch(sets[0])), []
     for n in range(1, 51):
