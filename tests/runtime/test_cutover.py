@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from app.cli.compose import read_deployment
+from app.engine.slots import Slots
 from app.errors import Rejected
 from app.runtime import memory, preparing, state_dir
 from app.runtime.contracts import Contracts
@@ -417,6 +418,7 @@ async def test_what_does_not_fit_is_refused_before_it_is_read_and_rollbacks_make
         status = await server.settles(serving("v3"))
         assert [one["weights"]["version"] for one in status["snapshots"]] == ["v3", "v2"], "v1 has made room"
         monkeypatch.setattr(memory, "needed", lambda *_: 1 << 40)
+        monkeypatch.setattr(Slots, "bound", lambda *_: None)  # a free slot that fits takes no memory
         weights(root, "v4", 3)
         status = await server.settles(lambda status: state_of(status, "weights", "v4")["state"] == "rejected")
         assert state_of(status, "weights", "v4")["reason"]["code"] == "no_memory"
