@@ -95,6 +95,7 @@ def load(
     sha256: Mapping[str, str] | None = None,
     opened: Opened | None = None,
     between: Callable[[], None] = lambda: None,
+    checked: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Read, check and bind a weights version.
 
@@ -102,6 +103,8 @@ def load(
     sha256  digests (hex) of the *.safetensors files by name, compared while they are read; None: nobody asks
     opened  of `open_version` for the same arguments, where that has been done; its module becomes the engine's
     between called between pieces of work
+    checked called when all has been read, and raises where it was not what it should have been: a module that was made
+            of something else is not used again
 
     Raises Rejected(code, message, location), location being "config.json: field", "model.safetensors: tensor",
     "deployment.toml: field" or a file: unreadable, truncated or malformed files, other digests; a configuration that
@@ -118,11 +121,12 @@ def load(
     try:
         if bound is None:
             bound = Bound(opened.made_from, slot.layout, module, _targets(module, entries, slot, between))
-            slot.keep(bound)
         _fill(bound, entries, slot, dtype, sha256, between)
+        checked()
     except BaseException:
         slot.release()  # whoever keeps the exception keeps no memory
         raise
+    slot.keep(bound)
     unread = tuple(name for name in module.ignored() if name in entries)
     return Engine(module, device=device, dtype=dtype, unread=unread, slot=slot)
 

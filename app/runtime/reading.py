@@ -74,8 +74,8 @@ def read_weights(
             engine = load_weights(
                 directory, kind, deployment.sid, deployment.limits,
                 precision=precision, device=device, slots=slots, sha256=sha256, opened=opened, between=between,
+                checked=lambda: _check_unchanged(directory, manifest),
             )  # fmt: skip
-        _check_unchanged(directory, manifest)
     except Rejected as error:
         if error.code not in NOT_OF_BYTES:
             verify(directory, "weights", between=between)

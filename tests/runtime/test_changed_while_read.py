@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from app.cli.compose import read_deployment
+from app.core import History
 from app.engine.slots import Slots
 from app.errors import Rejected
 from app.runtime import artifact_updates, reading
+from app.runtime import contracts as contracts_module
+from app.runtime.contexts import batch_inputs
 from app.runtime.contracts import Contracts
 from tests import support
 from tests.live_support import live_server
@@ -144,3 +149,28 @@ def test_what_lies_beside_the_tensors_is_what_was_checked(tmp_path, monkeypatch)
         assert (refused.value.code, refused.value.location) == ("file_size", "config.json")
     config.write_text(text)
     assert reading.again(loaded, directory, deployment, contracts).digest == loaded.digest
+
+
+def test_a_module_made_of_what_was_not_checked_is_not_used_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(contracts_module, "export_apart", support.not_exported)
+    root = support.write_root(tmp_path / "root")
+    directory, slots, cpu = root / "weights" / "v1", Slots(most=1), torch.device("cpu")
+    deployment, contracts, config = read_deployment(root), Contracts(root), directory / "config.json"
+    text, opened = config.read_text(), reading.open_version
+
+    def changed(*given, **how):
+        config.write_text(json.dumps(json.loads(text) | {"eps": 0.5}))
+        return opened(*given, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "open_version", changed)
+        with pytest.raises(Rejected):
+            reading.read_weights(directory, deployment, cpu, contracts, slots)
+    config.write_text(text)
+    found, alone = (reading.read_weights(directory, deployment, cpu, contracts, own).engine for own in (slots, None))
+    history = alone.prepare(History(np.ones((3, 3), np.int32)))
+    arenas = []
+    for engine in (found, alone):
+        arenas.append(engine.new_arena(deployment.limits))
+        engine.encode(batch_inputs(engine.input_specs(), [history], cpu), arenas[-1])
+    assert all(torch.equal(one, arenas[1][name]) for name, one in arenas[0].items())
