@@ -92,12 +92,13 @@ class ContextGraphs:
         known = self._captures.of(engine)
         if not known:
             return False, None
-        lengths = [[len(given[spec.name]) for given in inputs] for spec in self._specs]
+        lengths = [[len(given.get(spec.name, ())) for given in inputs] for spec in self._specs]
         totals = [sum(own) for own in lengths]
         shape = next(one for one in self._shapes if all(map(int.__le__, totals, one)))
         for spec, values, total in zip(self._specs, self._values, totals, strict=True):
             if total:
-                upload_into(values[:total], torch.from_numpy(np.concatenate([given[spec.name] for given in inputs])))
+                parts = [given[spec.name] for given in inputs if spec.name in given]
+                upload_into(values[:total], torch.from_numpy(np.concatenate(parts)))
         self._lay_out(lengths, shape)
         known[shape].replay()
         output = known[shape].output

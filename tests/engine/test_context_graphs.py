@@ -155,6 +155,17 @@ def test_several_inputs_are_padded_together_and_a_pad_request_may_be_longer_than
             torch.testing.assert_close(mine, others, rtol=1e-4, atol=1e-4)
 
 
+def test_an_input_that_a_request_does_not_give_has_no_positions(worlds):
+    engine, graphs, own = worlds("onerec")
+    codes = [np.full((n, 3), 2, np.int32) for n in (5, 2)]
+    inputs = [{"history.short": codes[0], "history.long": codes[1][None]}, {"history.short": codes[1]}, {}]
+    arena = engine.new_arena(LIMITS)
+    engine.encode(batch_inputs(engine.input_specs(), inputs, CPU), arena)
+    graphs.encode(engine, inputs)
+    n = len(inputs)
+    assert own["cross_length"][:n].tolist() == arena["cross_length"][:n].tolist() == [7, 3, 1]
+
+
 def test_who_asks_the_host_for_counts_is_not_captured(tmp_path):
     assert not engine_of("qwen3_5", write("qwen3_5", tmp_path / "h")).contexts_on_device
     assert engine_of("qwen3", tiny.write(tmp_path / "q")).contexts_on_device
