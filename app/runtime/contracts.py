@@ -120,6 +120,10 @@ class Contracts:
             self._last = _Last(asked, made.contract, made.file, _status(made.file))
         return made.contract
 
+    def doubt(self) -> None:
+        """What was asked for last was refused: perhaps it was made of other files than `beside` said."""
+        self._last = None
+
     def waits(self, contract_id: str) -> bool:
         """Whether a contract of `of` is not on the disk."""
         return contract_id in self._made

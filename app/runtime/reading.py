@@ -77,6 +77,7 @@ def read_weights(
                 checked=lambda: _check_unchanged(directory, manifest),
             )  # fmt: skip
     except Rejected as error:
+        contracts.doubt()
         if error.code not in NOT_OF_BYTES:
             verify(directory, "weights", between=between)
         raise

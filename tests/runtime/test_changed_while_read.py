@@ -151,15 +151,18 @@ def test_what_lies_beside_the_tensors_is_what_was_checked(tmp_path, monkeypatch)
     assert reading.again(loaded, directory, deployment, contracts).digest == loaded.digest
 
 
-def test_a_module_made_of_what_was_not_checked_is_not_used_again(tmp_path, monkeypatch):
+def test_what_was_made_of_files_that_were_not_checked_is_not_used_again(tmp_path, monkeypatch):
     monkeypatch.setattr(contracts_module, "export_apart", support.not_exported)
     root = support.write_root(tmp_path / "root")
     directory, slots, cpu = root / "weights" / "v1", Slots(most=1), torch.device("cpu")
     deployment, contracts, config = read_deployment(root), Contracts(root), directory / "config.json"
     text, opened = config.read_text(), reading.open_version
+    other = json.loads(text) | {"eps": 0.5}
+    support.write_weights(root, other, support.onerec_weights(other), "v2")
+    contracts.keep(reading.read_weights(root / "weights" / "v2", deployment, cpu, contracts).contract.id)
 
     def changed(*given, **how):
-        config.write_text(json.dumps(json.loads(text) | {"eps": 0.5}))
+        config.write_text(json.dumps(other))
         return opened(*given, **how)
 
     with monkeypatch.context() as patch:
@@ -167,10 +170,13 @@ def test_a_module_made_of_what_was_not_checked_is_not_used_again(tmp_path, monke
         with pytest.raises(Rejected):
             reading.read_weights(directory, deployment, cpu, contracts, slots)
     config.write_text(text)
-    found, alone = (reading.read_weights(directory, deployment, cpu, contracts, own).engine for own in (slots, None))
-    history = alone.prepare(History(np.ones((3, 3), np.int32)))
+    found = reading.read_weights(directory, deployment, cpu, contracts, slots)
+    alone = reading.read_weights(directory, deployment, cpu, Contracts(root))
+    assert found.contract == alone.contract
+    history = alone.engine.prepare(History(np.ones((3, 3), np.int32)))
     arenas = []
-    for engine in (found, alone):
+    for engine in (found.engine, alone.engine):
         arenas.append(engine.new_arena(deployment.limits))
         engine.encode(batch_inputs(engine.input_specs(), [history], cpu), arenas[-1])
-    assert all(torch.equal(one, arenas[1][name]) for name, one in arenas[0].items())
+    for name, values in arenas[0].items():
+        assert torch.equal(values, arenas[1][name])
