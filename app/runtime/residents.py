@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -83,17 +83,18 @@ class Residents:
         key = self._names.get(snapshot_id)
         return self._kept.get(key) if key is not None else None
 
-    def trim(self, active: BatchKey, keep: int) -> tuple[BatchKey, ...]:
-        """Keep the active one and the `keep` youngest others; the rest drains until `idle`. Their keys."""
-        others = [key for key in self._kept if key != active]
+    def trim(self, serving: Collection[BatchKey | None], keep: int) -> tuple[BatchKey, ...]:
+        """Keep those that serve, or are about to, and the `keep` youngest others; the rest drains until `idle`. Their
+        keys."""
+        others = [key for key in self._kept if key not in serving]
         leaving = tuple(others[: max(0, len(others) - keep)])
         for key in leaving:
             self._draining[key] = self._kept.pop(key)
         return leaving
 
-    def leave_unserved(self, active: BatchKey) -> tuple[BatchKey, ...]:
-        """Let those drain that were never admitted on; nobody can hold them. Their keys."""
-        leaving = tuple(key for key, one in self._kept.items() if key != active and one.active_at is None)
+    def leave_unserved(self, serving: Collection[BatchKey | None]) -> tuple[BatchKey, ...]:
+        """Let those drain that were never admitted on and are not about to be; nobody can hold them. Their keys."""
+        leaving = tuple(key for key, one in self._kept.items() if key not in serving and one.active_at is None)
         for key in leaving:
             self._draining[key] = self._kept.pop(key)
         return leaving

@@ -85,6 +85,7 @@ class Stage:
         self._contracts, self._pace = contracts, Pace(lambda: runtime.busy)
         self._background, self._composing, self._compose = background, composing, compose
         self._promoting = asyncio.Lock()  # one after another, in the order in which they were asked for
+        self._coming: BatchKey | None = None  # of the one whose turn it is: its memory stays
         self._composer = Background("compose")  # a rollback does not wait for what is being loaded
         self._burials: set[asyncio.Future[None]] = set()
         self.residents = Residents(self._retire)
@@ -141,7 +142,7 @@ class Stage:
 
     def _supersede(self, active: BatchKey) -> None:
         """Give up what was made ready and never served: something newer needs its slot."""
-        for key in self.residents.leave_unserved(active):
+        for key in self.residents.leave_unserved({active, self._coming}):
             self.residents.idle(key)
         self._mark()
 
@@ -151,24 +152,32 @@ class Stage:
 
         It waits without `composing`: edits and take-downs are live at once, and are in what is then swapped to.
         """
-        clock, latest = asyncio.get_running_loop().time, math.inf
         async with self._promoting:
-            while True:
-                async with self._composing:
-                    active = self._runtime.active
-                    same = active is not None and active.batch_key == resident.key
-                    if active is not None and same and _versions(active) == resident.versions:
-                        return active
-                    del active  # it may leave memory as soon as something else serves
-                    made = await self._made(resident)
-                    latest = min(latest, clock() + WAIT_S)
-                    if same or clock() >= latest:  # batches are of one key: an equal one splits none
-                        return self._cut_over(made, cause)
-                moment = partial(self._cut_over_unless_changed, made, cause)
-                snapshot = await self._runtime.once_nobody_waits(moment, latest - clock())
-                if snapshot is not None:
-                    return snapshot
-                resident = made.resident  # what was tried on it is known
+            self._coming = resident.key
+            try:
+                return await self._promoted(resident, cause)
+            finally:
+                self._coming = None
+
+    async def _promoted(self, resident: Resident, cause: str) -> Snapshot:
+        """`promote`, when it is its turn."""
+        clock, latest = asyncio.get_running_loop().time, math.inf
+        while True:
+            async with self._composing:
+                active = self._runtime.active
+                same = active is not None and active.batch_key == resident.key
+                if active is not None and same and _versions(active) == resident.versions:
+                    return active
+                del active  # it may leave memory as soon as something else serves
+                made = await self._made(resident)
+                latest = min(latest, clock() + WAIT_S)
+                if same or clock() >= latest:  # batches are of one key: an equal one splits none
+                    return self._cut_over(made, cause)
+            moment = partial(self._cut_over_unless_changed, made, cause)
+            snapshot = await self._runtime.once_nobody_waits(moment, latest - clock())
+            if snapshot is not None:
+                return snapshot
+            resident = made.resident  # what was tried on it is known
 
     async def _made(self, resident: Resident) -> _Next:
         """With the policies in force, tried. Under `composing`, so that only kills come meanwhile."""
@@ -272,7 +281,7 @@ class Stage:
 
     def _keep(self, others: int) -> bool:
         active = self._runtime.active
-        leaving = self.residents.trim(active.batch_key, others) if active else ()
+        leaving = self.residents.trim({active.batch_key, self._coming}, others) if active else ()
         self._mark()
         for key in leaving:
             if not self._runtime.held(key):

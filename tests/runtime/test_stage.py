@@ -314,6 +314,22 @@ async def test_a_promotion_that_is_cancelled_while_it_waits_changes_nothing(tmp_
             assert (await scene.stage.promote(resident, "promote")).weights.version == "v2"
 
 
+async def test_what_waits_to_serve_is_not_given_up_for_what_is_loaded(tmp_path, monkeypatch):
+    async with held(tmp_path, monkeypatch) as scene:
+        await scene.queue(2)
+        promotion = scene.promote("v2")
+        await scene.waits(promotion)
+        assert not scene.stage.make_room()
+        scene.stage._supersede(scene.runtime.active.batch_key)
+        assert scene.stage.residents.named(scene.ids["v2"])
+        scene.gate.let(1)
+        assert (await promotion).status == 200
+        assert serving("v2")(await scene.server.status())
+        scene.gate.open()
+        assert await scene.answers() == ["v1"] * 3
+        await until(scene.stage.make_room)  # and who served before is given up as ever
+
+
 async def test_a_server_that_drains_while_a_swap_waits_answers_whom_it_has_admitted(tmp_path, monkeypatch):
     async with held(tmp_path, monkeypatch) as scene:
         await scene.queue(2)
