@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from app.config import Limits
 from app.core import History, TokenIds
 from app.engine.context_graphs import PADS, ContextGraphs, padded, shapes
+from app.engine.engine import Engine
+from app.engine.families import onerec
 from app.engine.slots import Slots
+from app.ops.attention import context_attention, operators
 from app.runtime.context_lane import own_arena
 from app.runtime.contexts import batch_inputs
 from tests.engine import tiny
+from tests.engine.families.test_onerec import FEATURES, config_of, pair
 from tests.engine.replayed import Replays
 from tests.engine.test_graphs import engine_of, write
 
@@ -153,6 +157,35 @@ def test_several_inputs_are_padded_together_and_a_pad_request_may_be_longer_than
             there = int(arena["cross_length"][r])
             mine, others = (x[r, :there] if x.dim() > 1 else x[r] for x in (values, arena[name]))
             torch.testing.assert_close(mine, others, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("features", [None, FEATURES])
+def test_blocks_over_contexts_see_nothing_of_a_pad_request_that_is_longer_than_any(features, monkeypatch):
+    _, family = pair(config_of(context_layers=2, features=features), LIMITS)
+    engine, longer, numbers = Engine(family, device=CPU, dtype=torch.float32), [], np.random.default_rng(0)
+    monkeypatch.setattr(operators, "_check_sizes", lambda *_: None)
+
+    def attend(q, k, v, length, row_start, *, widest, scale):
+        """As on a GPU: rows of a request beyond `widest` are left as they are, whatever that is."""
+        out, lse = context_attention(q, k, v, length, row_start, widest=widest, scale=scale)
+        for begin, end in pairwise(row_start.tolist()):
+            longer.append(end - begin > widest)
+            out[begin + widest : end] = torch.nan
+        return out, lse
+
+    monkeypatch.setattr(onerec, "context_attention", attend)
+    graphs, own, _ = graphs_of(engine)
+    graphs.prepare(engine)
+    for lengths in ((5, 5, 5, 5), (20, 3), (0, 0, 1), (4, 20, 20, 4)):
+        inputs = [engine.prepare(History(numbers.integers(0, 3, (n, 3), dtype=np.int32))) for n in lengths]
+        arena = engine.new_arena(LIMITS)
+        engine.encode(batch_inputs(engine.input_specs(), inputs, CPU), arena)
+        graphs.encode(engine, inputs)
+        for name, values in arena.items():
+            for r, there in enumerate(arena["cross_length"][: len(lengths)].tolist()):
+                if name.startswith("cross_k"):
+                    torch.testing.assert_close(own[name][r, :there], values[r, :there], rtol=1e-4, atol=1e-4)
+    assert any(longer)
 
 
 def test_an_input_that_a_request_does_not_give_has_no_positions(worlds):
