@@ -80,11 +80,23 @@ class ContextGraphs:
 
     def _runs(self, engine: Engine, fresh: bool) -> Iterator[tuple[Shape, Callable[[], StepOutput | None]]]:
         for shape in reversed(self._shapes):
-            if fresh:  # what is run must be a batch; what is captured is whatever batch there is later
-                self._lay_out([[spec.positions] * self._batch for spec in self._specs], shape)
             parts = zip(self._specs, self._values, self._start, shape, strict=True)
             batch = {spec.name: Ragged(values[:most], start) for spec, values, start, most in parts}
-            yield shape, partial(engine.encode, batch, self._arena)
+            run = partial(engine.encode, batch, self._arena)
+            yield shape, self._laid_out(shape, run) if fresh else run
+
+    def _laid_out(self, shape: Shape, run: Callable[[], StepOutput | None]) -> Callable[[], StepOutput | None]:
+        """`run`, which first lays out a batch, once: what is run must be one, what is captured is whatever batch there
+        is later. It does so in the stream that it is run in: in any other it would be early, or behind a batch."""
+        lengths = [[spec.positions] * self._batch for spec in self._specs]
+        before = [partial(self._lay_out, lengths, shape)]
+
+        def run_on_a_batch() -> StepOutput | None:
+            while before:
+                before.pop()()
+            return run()
+
+        return run_on_a_batch
 
     def encode(self, engine: Engine, inputs: Sequence[Inputs]) -> tuple[bool, StepOutput | None]:
         """`Engine.encode` of some requests by a graph, where there is one: (whether there is, its output). The output

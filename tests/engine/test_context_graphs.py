@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from app.config import Limits
 from app.core import History, TokenIds
+from app.engine import context_graphs
 from app.engine.context_graphs import PADS, ContextGraphs, padded, shapes
 from app.engine.engine import Engine
 from app.engine.families import onerec
 from app.engine.slots import Slots
 from app.ops.attention import context_attention, operators
+from app.ops.upload import upload_into
 from app.runtime.context_lane import own_arena
 from app.runtime.contexts import batch_inputs
 from tests.engine import tiny
@@ -118,6 +120,28 @@ def test_a_batch_leaves_nothing_for_the_next_one(worlds):
     alone = graphs.encode(engine, few)[1].logits.clone()
     graphs.encode(engine, prompts_of(engine, [24, 24, 24, 24], 2))
     assert torch.equal(graphs.encode(engine, few)[1].logits, alone)
+
+
+def test_what_is_run_before_a_capture_is_laid_out_where_it_runs(worlds, monkeypatch):
+    """In its stream: elsewhere it would come behind a batch of another contract, and kernels would find the bounds of a
+    larger shape."""
+    engine, inside, found = worlds("qwen3")[0], [], []
+
+    class Streamed(Replays):
+        def record(self, run, *, fresh):
+            inside.append(True)
+            try:
+                return super().record(run, fresh=fresh)
+            finally:
+                inside.pop()
+
+    def upload(place, host):
+        found.append(bool(inside))
+        upload_into(place, host)
+
+    monkeypatch.setattr(context_graphs, "upload_into", upload)
+    graphs = ContextGraphs(own_of(engine), LIMITS, engine.input_specs(), CPU, Streamed())
+    assert found == [True] * graphs.prepare(engine).graphs
 
 
 def test_an_engine_that_was_not_prepared_is_not_replayed(worlds, tmp_path):
