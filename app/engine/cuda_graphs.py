@@ -40,8 +40,11 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], StepOutput | None], *, fresh: bool) -> CudaRecorded:
         """See `graphs.Recorder`. Raises Rejected("capture_failed")."""
+        before = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
             if not self._began:
+                if fresh:  # what is run finds the arena's zeros, which another stream may have behind a batch
+                    self._stream.wait_stream(before)
                 self._begin()
             if fresh:
                 run()
@@ -60,9 +63,7 @@ class CudaRecorder:
             return CudaRecorded(_borrowed(output), graph)
 
     def _begin(self) -> None:
-        """The arena's zeros come first. cuBLAS and CuPy prepare a thread when it first calls them, which no capture
-        may hold."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        """cuBLAS and CuPy prepare a thread when it first calls them, which no capture may hold."""
         few = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
         gated(few @ few, few)
         self._began = True

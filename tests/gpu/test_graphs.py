@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from app.config import Deployment, parse
-from app.core import History, Rows, TokenIds
+from app.core import History, Rows, StepOutput, TokenIds
 from app.engine.context_graphs import PADS, ContextGraphs
 from app.engine.cuda_graphs import CudaRecorder
 from app.engine.graphs import Graphs, Shape
@@ -98,6 +98,22 @@ def test_a_replay_is_the_step_bit_for_bit(kind, tmp_path):
             few = without_the_last(rows) if t > 1 else rows
             padded = graphs.step(served, t, few).logits
             torch.testing.assert_close(padded.float(), logits[: len(few.codes)].float(), rtol=0.03, atol=0.03)
+
+
+def test_what_is_run_before_a_capture_finds_what_was_asked_for_before_it():
+    recorder, asked, found = CudaRecorder(CUDA), torch.zeros(8, device=CUDA), []
+    torch.cuda.synchronize()
+
+    def run():
+        found.append(asked * 2)
+        return StepOutput(found[-1], None, {})
+
+    torch.cuda._sleep(200_000_000)  # a batch of another contract
+    asked.fill_(1)
+    recorder.record(run, fresh=True)
+    recorder.end(fresh=True)
+    torch.cuda.synchronize()
+    assert found[0].tolist() == [2.0] * 8
 
 
 @pytest.mark.parametrize("kind", ["onerec", "onerec_grouped", "qwen2", "qwen3", "qwen3_moe"])
