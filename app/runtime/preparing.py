@@ -16,12 +16,12 @@ from app.runtime.contracts import Contracts
 from app.runtime.desired import Option
 from app.runtime.loader import Parts, bind
 from app.runtime.memory import check_columns_fit
-from app.runtime.reading import Weights, again, read_fitting_vocab, read_weights
+from app.runtime.reading import Weights, again, nothing_unexpected, read_fitting_vocab, read_weights
 from app.runtime.residents import Resident
 from app.runtime.snapshot import Snapshot
 from app.runtime.states import State
 from app.vocab.aggregates import tables
-from app.vocab.manifest import Kind, read_manifest
+from app.vocab.manifest import Kind, Manifest, read_manifest, verify
 from app.vocab.vocab import Vocab
 
 
@@ -109,6 +109,7 @@ class Preparation:
                 want.weights,
                 lambda path: read_weights(path, deployment, self._device, contracts, self._slots, self._between),
             )
+        await self._look_at_name("weights", want.weights, (one.weights for one in residents))
         weights = Weights(known.snapshot.engine, known.snapshot.contract)
         if known.deployment == deployment:
             return weights
@@ -122,12 +123,19 @@ class Preparation:
             return await self._load(
                 "vocab", want.vocab, lambda path: read_fitting_vocab(path, deployment, device, self._between)
             )
+        await self._look_at_name("vocab", want.vocab, (one.vocab for one in residents))
         if _same_catalogue(want, residents) is None:
             try:
                 check_columns_fit(vocab, deployment, device)
             except Rejected as error:
                 raise Refused("vocab", want.vocab.version, error) from error
         return vocab
+
+    async def _look_at_name(self, kind: Kind, option: Option, resident: Iterable[Option]) -> None:
+        """What is in memory is to be called by another version's name: its files must be what its manifest says, too,
+        since a start may find no others. Raises Refused."""
+        if not any((one.version, one.digest) == (option.version, option.digest) for one in resident):
+            await self._load(kind, option, lambda path: _verified(path, kind, self._between))
 
     async def _load(self, kind: Kind, option: Option, read: Callable[[Path], T]) -> T:
         """The manifest first, then the content, which is hashed while it is read. Raises Refused."""
@@ -141,6 +149,11 @@ class Preparation:
         except Rejected as error:
             raise Refused(kind, option.version, error) from error
         return found
+
+
+def _verified(directory: Path, kind: Kind, between: Callable[[], None]) -> Manifest:
+    with nothing_unexpected():
+        return verify(directory, kind, between=between)
 
 
 def _loaded(want: Want, residents: Iterable[Resident]) -> Resident | None:

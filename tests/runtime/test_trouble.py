@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -137,6 +139,23 @@ async def test_equal_content_under_another_name_is_the_same_snapshot_and_is_call
         weights(root, "v2", 0)
         status = await server.settles(serving("v2", "v2"))
         assert status["active"]["snapshot"] == first
+
+
+async def test_nothing_is_called_by_the_name_of_a_version_of_equal_content_whose_files_are_damaged(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        for kind, file in (("weights", "model.safetensors"), ("vocab", "items.safetensors")):
+            copy = shutil.copytree(root / kind / "v1", root / kind / ".v2")
+            manifest = json.loads((copy / "MANIFEST.json").read_text())
+            (copy / "MANIFEST.json").write_text(json.dumps({**manifest, "version": "v2"}))
+            whole = (copy / file).read_bytes()
+            (copy / file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            copy.rename(root / kind / "v2")
+            status = await server.settles(lambda status, kind=kind: state_of(status, kind, "v2")["state"] == "rejected")
+            assert state_of(status, kind, "v2")["reason"]["code"] == "file_digest"
+            assert serving("v1", "v1")(status)
+        weights(root, "v3", 0)
+        assert state_of(await server.settles(serving("v3", "v1")), "weights", "v1")["state"] == "retired"
 
 
 async def test_weights_that_come_before_their_vocab_never_serve_on_the_old_one(tmp_path, monkeypatch):
