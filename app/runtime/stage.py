@@ -86,6 +86,7 @@ class Stage:
         self._background, self._composing, self._compose = background, composing, compose
         self._promoting = asyncio.Lock()  # one after another, in the order in which they were asked for
         self._coming: BatchKey | None = None  # of the one whose turn it is: its memory stays
+        self._preparing: str | None = None  # the contract of the set that is tried: its memory stays, too
         self._composer = Background("compose")  # a rollback does not wait for what is being loaded
         self._burials: set[asyncio.Future[None]] = set()
         self.residents = Residents(self._retire)
@@ -130,15 +131,29 @@ class Stage:
         serving = self.serving
         if serving is not None and serving.deployment == want.deployment:  # an edited overlay is meant as it is written
             _check_kept(active, state)
+        self._preparing = snapshot.contract.id
+        try:
+            resident = await self._tried(want, snapshot, state)
+            self.residents.put(resident)
+        finally:
+            self._preparing = None
+            self._forget(snapshot.contract.id)
+        self._mark()
+        return resident
+
+    async def _tried(self, want: Want, snapshot: Snapshot, state: InForce) -> Resident:
+        """A set that has its state memory and has served requests of ours. Raises as `prepare`."""
         await self._background.run(lambda: self._runtime.allocate(snapshot))
         for kind, option in want.options:
             self._moved(kind, option, State.WARMING)
         warmed = await self._warmed(snapshot, state, frozenset())
         await self._expected(snapshot, want)
-        resident = Resident(snapshot, want.weights, want.vocab, want.deployment, warmed, now_iso())
-        self.residents.put(resident)
-        self._mark()
-        return resident
+        return Resident(snapshot, want.weights, want.vocab, want.deployment, warmed, now_iso())
+
+    def _forget(self, contract: str) -> None:
+        """Give a contract's state memory back, unless a set needs it."""
+        if contract != self._preparing and contract not in self.residents.contracts():
+            self._runtime.forget(contract)
 
     def _supersede(self, active: BatchKey) -> None:
         """Give up what was made ready and never served: something newer needs its slot."""
@@ -291,9 +306,7 @@ class Stage:
     def _retire(self, resident: Resident) -> None:
         """Nobody holds a set any more: its memory goes back, in the background, since freeing takes time, too."""
         self._mark()
-        contract = resident.snapshot.contract.id
-        if contract not in self.residents.contracts():
-            self._runtime.forget(contract)
+        self._forget(resident.snapshot.contract.id)
         self._ledger.note("retired", snapshot=resident.snapshot.id)
         burial = asyncio.ensure_future(self._background.run([resident].clear))
         self._burials.add(burial)

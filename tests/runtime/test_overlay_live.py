@@ -36,6 +36,25 @@ async def test_a_declaration_that_is_refused_leaves_no_contract_and_one_that_ser
         assert [line["contract"] for line in server.events("contract_stored")] == [status["active"]["contract"]]
 
 
+async def test_what_is_refused_under_a_contract_of_its_own_leaves_no_state_memory(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        runtime = server.live._runtime
+        serves, warm, tried = runtime.active.contract.id, runtime.warm, []
+
+        async def fails(snapshot, plans, **how):
+            if snapshot.contract.id == serves:
+                return await warm(snapshot, plans, **how)
+            tried.append(snapshot.contract.id in runtime._steps._lanes)
+            return {"base": "boom"}
+
+        monkeypatch.setattr(runtime, "warm", fails)
+        edit(root, "batch = 16", "batch = 8")
+        await server.settles(lambda status: status["deployment"]["state"] == "rejected")
+        assert tried == [True]
+        await until(lambda: set(runtime._steps._lanes) == {serves})
+
+
 @pytest.mark.parametrize("front_ends", [0, 1])
 async def test_the_largest_k_is_that_of_the_limits_in_force(tmp_path, front_ends):
     root = world(tmp_path)
