@@ -29,7 +29,7 @@ K = TypeVar("K")
 Turn = Callable[[], AbstractContextManager[None]]
 Runs = Callable[[Engine, bool], Iterator[tuple[K, Callable[[], StepOutput | None]]]]
 """What an engine computes, by a key each: the largest first, so that smaller ones find their memory in the pool. With
-True each is run once before the next one is asked for, and no batch runs beside."""
+True each is run once before the next one is asked for, and no batch runs over the same memory meanwhile."""
 
 
 class Taken(NamedTuple):
