@@ -51,7 +51,7 @@ async def test_what_is_refused_under_a_contract_of_its_own_leaves_no_state_memor
         monkeypatch.setattr(runtime, "warm", fails)
         edit(root, "batch = 16", "batch = 8")
         await server.settles(lambda status: status["deployment"]["state"] == "rejected")
-        assert tried == [True]
+        assert set(tried) == {True}
         await until(lambda: set(runtime._steps._lanes) == {serves})
 
 
