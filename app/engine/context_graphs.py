@@ -21,15 +21,15 @@ from app.config import Limits
 from app.core import Arena, Inputs, InputSpec, Ragged, StepOutput
 from app.engine.captures import Captures, Recorder, Taken, Turn
 from app.engine.engine import Engine
-from app.engine.graphs import buckets, first
+from app.engine.graphs import buckets, first_rows
 from app.ops.upload import upload_into
 
 PADS: Final = 1
 """Requests more than limits.batch that the memory must have room for."""
 UNIT: Final = 16
 """One input's numbers of positions are multiples of it, where a request may have so many."""
-Shape = tuple[int, ...]
-"""Positions of each input."""
+Positions = tuple[int, ...]
+"""How many of each input."""
 
 
 def padded(total: int, longest: int, most: int) -> int:
@@ -39,7 +39,7 @@ def padded(total: int, longest: int, most: int) -> int:
     return min(-(-total // unit) * unit, most)
 
 
-def shapes(positions: Sequence[int], batch: int) -> tuple[Shape, ...]:
+def shapes(positions: Sequence[int], batch: int) -> tuple[Positions, ...]:
     """Every shape that a batch can be padded to, the smallest first. Several inputs are padded to what one number of
     requests could have of each: others would be too many. positions: of one request, by input"""
     if len(positions) > 1:
@@ -78,14 +78,14 @@ class ContextGraphs:
         """Have a graph for every shape; see `Captures.prepare`."""
         return self._captures.prepare(engine)
 
-    def _runs(self, engine: Engine, fresh: bool) -> Iterator[tuple[Shape, Callable[[], StepOutput | None]]]:
+    def _runs(self, engine: Engine, fresh: bool) -> Iterator[tuple[Positions, Callable[[], StepOutput | None]]]:
         for shape in reversed(self._shapes):
             parts = zip(self._specs, self._values, self._start, shape, strict=True)
             batch = {spec.name: Ragged(values[:most], start) for spec, values, start, most in parts}
             run = partial(engine.encode, batch, self._arena)
             yield shape, self._laid_out(shape, run) if fresh else run
 
-    def _laid_out(self, shape: Shape, run: Callable[[], StepOutput | None]) -> Callable[[], StepOutput | None]:
+    def _laid_out(self, shape: Positions, run: Callable[[], StepOutput | None]) -> Callable[[], StepOutput | None]:
         """`run`, which first lays out a batch, once: what is run must be one, what is captured is whatever batch there
         is later. It does so in the stream that it is run in: in any other it would be early, or behind a batch."""
         lengths = [[spec.positions] * self._batch for spec in self._specs]
@@ -114,9 +114,9 @@ class ContextGraphs:
         self._lay_out(lengths, shape)
         known[shape].replay()
         output = known[shape].output
-        return True, None if output is None else first(len(inputs), output)
+        return True, None if output is None else first_rows(len(inputs), output)
 
-    def _lay_out(self, lengths: Sequence[Sequence[int]], shape: Shape) -> None:
+    def _lay_out(self, lengths: Sequence[Sequence[int]], shape: Positions) -> None:
         """Where each request begins and ends in each input, as far as there are positions; what is left of them is the
         pad request's."""
         most: npt.NDArray[np.int64] = np.array(shape)[:, None]

@@ -51,7 +51,7 @@ class Engine:
         self.kernels = in_force(device, dtype)
         self.slot = slot
         self.first_step = 2 if family.first_from_encode else 1
-        self.contexts_on_device = family.contexts_on_device
+        self.contexts_on_device = _on_device(family)
         self.addresses = tuple(parameter.data_ptr() for parameter in family.parameters())
 
     @property
@@ -118,3 +118,13 @@ class Engine:
                 message = f"no memory for the state `{spec.name}` {list(shape)} {spec.dtype}: {error}"
                 raise Rejected("no_memory", message, location="deployment.toml: limits") from error
         return arena
+
+
+def _on_device(family: Family) -> bool:
+    """`Family.contexts_on_device` of the class that has the family's `encode`: what a base class says of its own is
+    nothing that a subclass with another one has said. Without positions there is nothing to capture."""
+    positions = [spec.positions for spec in family.input_specs()]
+    for kind in type(family).__mro__:
+        if "contexts_on_device" in vars(kind) or "encode" in vars(kind):
+            return bool(vars(kind).get("contexts_on_device")) and bool(positions) and min(positions) > 0
+    return False

@@ -159,10 +159,10 @@ class Graphs:
         self._rows.fill(t, rows)
         recorded.replay()
         assert recorded.output is not None, "a step has logits"
-        return first(n, recorded.output)
+        return first_rows(n, recorded.output)
 
 
-def first(n: int, output: StepOutput) -> StepOutput:
+def first_rows(n: int, output: StepOutput) -> StepOutput:
     """The first n rows."""
     logits, log_norm, heads = output
     norm = None if log_norm is None else log_norm[:n]

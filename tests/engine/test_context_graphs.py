@@ -10,13 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config import Limits
+from app.config import Limits, SidConfig
 from app.core import History, TokenIds
 from app.engine import context_graphs
 from app.engine.context_graphs import PADS, ContextGraphs, padded, shapes
 from app.engine.engine import Engine
 from app.engine.families import onerec
 from app.engine.slots import Slots
+from app.engine.weights import load
 from app.ops.attention import context_attention, operators
 from app.ops.upload import upload_into
 from app.runtime.context_lane import own_arena
@@ -226,3 +227,23 @@ def test_an_input_that_a_request_does_not_give_has_no_positions(worlds):
 def test_who_asks_the_host_for_counts_is_not_captured(tmp_path):
     assert not engine_of("qwen3_5", write("qwen3_5", tmp_path / "h")).contexts_on_device
     assert engine_of("qwen3", tiny.write(tmp_path / "q")).contexts_on_device
+
+
+def test_what_a_family_says_of_its_encode_is_nothing_that_a_subclass_with_another_says(tmp_path):
+    kind = type(engine_of("qwen3", tiny.write(tmp_path / "q"))._family)
+
+    class Same(kind):
+        pass
+
+    class Counting(kind):
+        def encode(self, contexts, arena):
+            return super().encode(contexts, arena)
+
+    class Says(Counting):
+        contexts_on_device = True
+
+    found = {}
+    for own in (Same, Counting, Says):
+        family = load(tmp_path / "q", own, SidConfig(sizes=tiny.SIZES, token_base=tiny.BASES), LIMITS, device=CPU)
+        found[own] = family.contexts_on_device
+    assert found == {Same: True, Counting: False, Says: True}
