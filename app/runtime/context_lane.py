@@ -117,7 +117,7 @@ class ContextLane:
 
     def _copies(self, requests: int, arena: Arena) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Where what a number of requests has here goes, and where it lies: of one dtype each. Made once: views of the
-        state of 28 layers took a seventh of what a batch needs of the interpreter."""
+        state of 28 layers took a seventh of the engine thread's interpreter time."""
         known = self._places.get(requests)
         if known is None or known[0] is not arena:
             groups = [(names, False) for names in self._requests.values()] + [(self._slots, True)] * bool(self._slots)
