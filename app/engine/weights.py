@@ -58,10 +58,12 @@ def open_version(
     slots: Slots | None = None,
     beside: frozenset[tuple[str, str]] | None = None,
     between: Callable[[], None] = lambda: None,
+    room: Callable[[], None] = lambda: None,
 ) -> Opened:
     """Look at a weights version. Raises Rejected as `load`, all findings about names and shapes together.
 
     wanted  of `resolve_precision` · between: as in `load`
+    room    called before a module is made: raises where there is no memory for it
     beside  digests of every file but the tensors, by name. With them, a free slot of `slots` whose module was made from
             the same is used again with it, and `load` is to have the same slots
     """
@@ -76,6 +78,7 @@ def open_version(
     bound = slots.bound(made_from) if slots is not None and beside is not None else None
     if bound is not None:
         return Opened(files, entries, bound.module, made_from, bound)
+    room()
     module = family.build(files, sid, limits, carrier(wanted))
     between()
     if found := tuple(name_findings(module, entries)):

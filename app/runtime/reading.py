@@ -59,16 +59,14 @@ def read_weights(
     try:
         with nothing_unexpected():
             wanted = resolve_precision(precision, device)
-            # names and shapes first: a contract may take many seconds, and newer versions would wait for that of
-            # weights that nobody can load
-            beside = _beside(manifest)
+            # memory first, or what is refused for its names would be hashed, whatever its size; then names and shapes:
+            # a contract may take many seconds, and newer versions would wait for that of weights that nobody can load
+            beside, free = _beside(manifest), (slots.free_bytes, slots.new_bytes) if slots else (0, 0)
             opened = open_version(
-                directory, kind, deployment.sid, deployment.limits, wanted, slots=slots, beside=beside, between=between
-            )
+                directory, kind, deployment.sid, deployment.limits, wanted, slots=slots, beside=beside, between=between,
+                room=lambda: check_fits(directory, deployment, device, *free),
+            )  # fmt: skip
             between()
-            if opened.bound is None:
-                room = (slots.free_bytes, slots.new_bytes) if slots else (0, 0)
-                check_fits(directory, deployment, device, *room)
             contract = contracts.of(kind, opened.files, deployment, wanted, beside)
             between()
             engine = load_weights(

@@ -13,11 +13,13 @@ from app.engine.families.onerec import OneRec
 from app.engine.slots import Slots
 from app.errors import Rejected
 from app.runtime import contracts as module
+from app.runtime import reading
 from app.runtime.contracts import Contracts
 from app.runtime.reading import read_vocab, read_weights
 from app.runtime.retries import PASSING
 from app.vocab.manifest import read_manifest
 from tests import support
+from tests.soak.bad import too_large
 
 CPU = torch.device("cpu")
 
@@ -98,6 +100,21 @@ def test_bytes_that_are_not_the_manifests_are_refused_as_such_whatever_they_say(
         assert slots.lent == 0
         shutil.copy(kept / name, directory / name)
     assert read_weights(directory, deployment, CPU, contracts, slots).engine.slot.number == 0
+
+
+def test_weights_larger_than_memory_are_refused_for_that_whatever_their_names_and_never_hashed(tmp_path, monkeypatch):
+    root = support.write_root(tmp_path / "root")
+    too_large(root, "v2")  # a terabyte in a file of holes, and none of the names
+    real = reading.verify
+
+    def verify(directory, kind, *some, **rest):
+        assert some, "all of it would be hashed"
+        return real(directory, kind, *some, **rest)
+
+    monkeypatch.setattr(reading, "verify", verify)
+    with pytest.raises(Rejected) as refused:
+        read_weights(root / "weights" / "v2", read_deployment(root), CPU, Contracts(root), Slots())
+    assert refused.value.code == "no_memory"
 
 
 def test_a_vocab_is_read_once_and_what_lies_beside_its_table_is_checked(tmp_path, monkeypatch):
