@@ -1,6 +1,6 @@
 """How fast, and in how much memory, a catalogue becomes a vocab and answers questions.
 
-    python -m bench.vocab [--json FILE] [--quick]
+    python -m bench.vocab [--json FILE] [--quick] [--only NAME]
 
 Each figure is measured in a process of its own (peak resident memory, above what the process held before), with two
 threads. Targets: trie of 1.5 M SIDs under 1 s and 150 MB over the array, of 10 M under 6 s; `vocab import` of 1.5 M
@@ -29,6 +29,7 @@ from app.vocab.aggregates import side_data
 from app.vocab.artifact import load_vocab, save_vocab
 from app.vocab.build import residual_kmeans
 from app.vocab.items import Columns, Numbers, Strings, Table, Texts
+from app.vocab.recent import Recent
 from app.vocab.trie import build_trie
 from app.vocab.vocab import Vocab, arrange, make_vocab
 from bench._report import commit, cpu_model
@@ -98,7 +99,18 @@ def look_ups(items: int) -> Row:
         "dead_same_100_us": median_us(lambda _: vocab.dead(sets[0])),
         "step_512_us": median_us(lambda i: vocab.step(nodes[i], codes[i])),
         "items_below_512_us": median_us(lambda i: vocab.items_below(nodes[i])),
+        **{f"{key}_{ids}_us": us for ids in (32, 100, 511) for key, us in recently(vocab, ids, random).items()},
     }
+
+
+def recently(vocab: Vocab, ids: int, random: np.random.Generator) -> Row:
+    """A history of so many ids by what was asked for lately: all of them, or none of them until now."""
+    names = [vocab.ids(random.integers(0, len(vocab), ids)) for _ in range(300)]
+    new = median_us(lambda i: Recent(vocab.names.find).find(names[i]))
+    known = Recent(vocab.names.find)
+    for one in names[:100]:
+        known.find(one)
+    return {"new": new, "known": median_us(lambda i: known.find(names[i % 100]))}
 
 
 def import_jsonl(items: int) -> Row:
@@ -154,7 +166,7 @@ def side_data_of(items: int) -> Row:
     genres = Texts(random.integers(-1, 50, items).astype(np.int32), words)
     vocab, *_ = vocab_of(items, {"year": years, "genre": genres})
     root = Deployment(family="onerec", sid=SidConfig(sizes=SIZES))
-    row: Row = {"items": items, "prefixes": vocab.trie.nodes, "load_average": round(os.getloadavg()[0], 1)}
+    row: Row = {"items": items, "prefixes": vocab.trie.nodes}
     every: dict[str, dict[str, object]] = {"attributes": {}, "priors": {}, "lists": {}}
     for name, (table, declared) in DECLARED.items():
         every[table][name] = declared
@@ -196,22 +208,14 @@ def measure(name: str, items: int) -> Row:
     command = [sys.executable, "-m", "bench.vocab", "--one", name, str(items)]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, cwd=root, env={**os.environ, **THREADS}, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)
+    of = {"commit": commit(), "load_average": round(os.getloadavg()[0], 1)}
+    return json.loads(done.stdout) | of
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "vocab.json")
-    parser.add_argument("--quick", action="store_true", help="a hundredth of the items, to see that it runs")
-    parser.add_argument("--one", nargs=2, metavar=("NAME", "ITEMS"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(MEASUREMENTS[given.one[0]][0](int(given.one[1]))))
-        return
-    results: dict[str, object] = {
+def machine() -> Row:
+    """What results begin with."""
+    return {
         "command": "python -m bench.vocab",
-        "load_average_before": round(os.getloadavg()[0], 1),
-        "commit": commit(),
         "machine": {
             "cpu": cpu_model(),
             "cpus": os.cpu_count(),
@@ -220,8 +224,21 @@ def main() -> None:
             "numpy": np.__version__,
         },
     }
-    for name, (_, sizes) in MEASUREMENTS.items():
-        rows = [measure(name, items // 100 if given.quick else items) for items in sizes]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "vocab.json")
+    parser.add_argument("--quick", action="store_true", help="a hundredth of the items, to see that it runs")
+    parser.add_argument("--only", choices=list(MEASUREMENTS), help="one of them; the others stay as they lie there")
+    parser.add_argument("--one", nargs=2, metavar=("NAME", "ITEMS"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(MEASUREMENTS[given.one[0]][0](int(given.one[1]))))
+        return
+    results: Row = json.loads(given.json.read_text()) if given.only else machine()
+    for name in [given.only] if given.only else list(MEASUREMENTS):
+        rows = [measure(name, items // 100 if given.quick else items) for items in MEASUREMENTS[name][1]]
         results[name] = rows
         for row in rows:
             print(name, json.dumps(row), flush=True)
