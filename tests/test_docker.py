@@ -11,8 +11,10 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 import pytest
+import typer
 import yaml
 
+from app.cli.serve import serve
 from app.config import parse
 
 ROOT = Path(__file__).parent.parent
@@ -129,6 +131,17 @@ def test_the_compose_file_mounts_what_exists_read_only_and_waits_longer_than_a_d
             assert mode == ["ro"], mount
             assert (ROOT / "docker" / source).exists() or source == "./admin.tokens", mount
     assert document["services"]["widebeam-gpu"]["profiles"] == ["gpu"]
+
+
+def test_on_a_gpu_http_has_a_process_of_its_own(tmp_path):
+    entry = json.loads(*of(instructions("Dockerfile.gpu")[-1], "ENTRYPOINT"))
+    entry[entry.index("--root") + 1] = str(tmp_path)
+    program = typer.Typer()
+    program.command()(serve)
+    given = typer.main.get_command(program).make_context(
+        "serve", [*entry[2:], *compose()["services"]["widebeam-gpu"]["command"]]
+    )
+    assert (given.params["front_ends"], given.params["port"]) == (1, 8000)
 
 
 def test_the_demo_in_a_container_is_the_demo():

@@ -41,11 +41,12 @@ class Overrides:
     port: int | None = None
     admin_port: int | None = None
     device: Device | None = None
+    front_ends: int | None = None
     offline: bool = False
 
     def apply(self, deployment: Deployment) -> Deployment:
         """The deployment with these values."""
-        given = {"host": self.host, "port": self.port, "admin_port": self.admin_port}
+        given = {"host": self.host, "port": self.port, "admin_port": self.admin_port, "front_ends": self.front_ends}
         server = msgspec.structs.replace(deployment.server, **{k: v for k, v in given.items() if v is not None})
         deployment = msgspec.structs.replace(deployment, server=server, device=self.device or deployment.device)
         if not self.offline:

@@ -30,13 +30,16 @@ def serve(
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 = any free port")] = None,
     admin_port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 = any free port")] = None,
     device: Annotated[Device | None, typer.Option(help="Instead of deployment.toml's")] = None,
+    front_ends: Annotated[
+        int | None, typer.Option(min=0, max=64, help="Processes that speak HTTP for this one")
+    ] = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Bad artifacts do not end the server: it stays alive, not ready, and says why.
 
     A root that is not there is a wrong command line: exit 2, at once.
     """
     use_short_turns()
-    service = compose(root, Overrides(host, port, admin_port, device), sys.stdout.buffer, tolerant=True)
+    service = compose(root, Overrides(host, port, admin_port, device, front_ends), sys.stdout.buffer, tolerant=True)
     route_stdlib(service.log)  # uvicorn's and asyncio's own warnings, as lines of the same log
     loop.run(run(service, root))
 

@@ -13,8 +13,9 @@ from tests import support
 
 def test_flags_win_over_the_file(tmp_path):
     root = support.write_root(tmp_path / "root")
-    service = compose(root, Overrides(host="0.0.0.0", port=7, device="cpu"), io.BytesIO())
+    service = compose(root, Overrides(host="0.0.0.0", port=7, device="cpu", front_ends=2), io.BytesIO())
     assert (service.deployment.server.host, service.deployment.server.port) == ("0.0.0.0", 7)
+    assert service.deployment.server.front_ends == 2
     assert service.deployment.server.admin_port == 0
 
 
