@@ -6,6 +6,7 @@ import torch
 from app.config import Limits
 from app.ops import gdn
 from app.ops.gdn import around
+from app.ops.gdn.projection import shared_projection
 from bench._gdn_kernel import call, check, make_inputs
 from bench._gdn_paths import PATHS, unmarked
 from bench.gdn_accuracy import BAR, GEOMETRIES
@@ -83,6 +84,22 @@ def test_a_launch_is_captured_into_a_graph():
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_torchs_projection_is_captured_and_follows_the_rows_of_the_batch():
+    generator = torch.Generator("cuda").manual_seed(9)
+    x = torch.randn(300, 2, 2, 24, generator=generator, device="cuda")
+    s_ctx = torch.randn(5, 6, 24, 20, generator=generator, device="cuda")
+    start = torch.zeros(6, dtype=torch.int32, device="cuda")
+    shared_projection(x, s_ctx, start)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = shared_projection(x, s_ctx, start)
+    for widths in ([60] * 5, [300, 0, 0, 0, 0], [0, 1, 64, 65, 129], [0, 0, 0, 0, 7]):
+        start[1:] = torch.tensor(widths).cumsum(0).cuda()
+        graph.replay()
+        exact = shared_projection(x.cpu(), s_ctx.cpu(), start.cpu())
+        torch.testing.assert_close(found.cpu()[: sum(widths)], exact[: sum(widths)], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")  # of what the peers import

@@ -152,9 +152,12 @@ def asked_for(kind, n, generator):
     return TokenIds(tuple(torch.randint(0, 20, (min(n, 24),), generator=generator).tolist()))
 
 
-def token_batches(kind, directory, device):
-    """A snapshot around a tiny token model, and batches of prompts."""
-    write(kind, directory / "weights")
+def token_batches(kind, directory, device, **changes):
+    """A snapshot around a tiny token model, and batches of prompts. changes: of a hybrid's config.json."""
+    if changes:
+        hybrid.write(directory / "weights", **changes)
+    else:
+        write(kind, directory / "weights")
     served = engine(kind, directory / "weights", "bfloat16", device)
     deployment = Deployment(family=kind, sid=tiny.SID, limits=LIMITS, precision="bfloat16")
     vocab = support.catalogue(support.random_sids(tiny.SIZES, 40), tiny.SIZES)

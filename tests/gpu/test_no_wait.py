@@ -37,6 +37,7 @@ OWN = {
     "floors": "quota: ['floor(attr.cold, min=20)', 'floor(boosted.old, min=20)', 'cap(parent, max=2)']",
     "pruned": "prune:\n      - within_parent(2)\n    quota: ['cap(token[3], max=4)']",
 }
+BY_KERNEL = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 SHIPPED = ("base", "narrow", "unseen", "rising", "rewatch")
 
 
@@ -112,11 +113,15 @@ def test_a_batch_is_launched_without_a_wait_by_the_kernels(world, name):
     check(world, name)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
-def test_prompts_are_launched_without_a_wait(kind, tmp_path):
-    snapshot, batches = token_batches(kind, tmp_path, torch.device("cuda"))
-    loop = StepLoop(time.monotonic, Metrics())
-    loop.prepare(snapshot)
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("qwen3", {}), ("qwen3_5", {}), ("qwen3_5", BY_KERNEL)], ids=["qwen3", "qwen3_5", "kernel"]
+)
+def test_prompts_are_launched_without_a_wait(kind, changes, captured, tmp_path):
+    """changes: heads as the replay's kernel takes them; others' replay is torch's operators."""
+    snapshot, batches = token_batches(kind, tmp_path, torch.device("cuda"), **changes)
+    loop = StepLoop(time.monotonic, Metrics(), **({} if captured else {"recorder": lambda _: None}))
+    assert loop.prepare(snapshot).refused is None
     for batch in batches:
         expected = [end.result.items.tolist() for end in loop.serve(batch)]
         assert [end.result.items.tolist() for end in launched_without_a_wait(loop, batch.jobs)] == expected

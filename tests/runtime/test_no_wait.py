@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 
 from app.core import StepOutput
+from app.ops.upload import upload_into, upload_ints
 from app.policies import groups, quota
 from app.policies.compile import compile_policy
 from app.policies.source import Source
@@ -105,9 +107,34 @@ def test_no_policy_asks_the_device_for_anything(jobs, kind, line, monkeypatch):
         torch.repeat_interleave,
         lambda x: x.cpu(),
         lambda x: x.to("cpu"),
+        lambda x: x.copy_(torch.zeros(6)),
+        lambda x: torch.zeros(6).to(x),
+        lambda x: x[torch.tensor([0, 1])],
+        lambda x: x[[0, 1]],
+        lambda x: x.__setitem__([0, 1], 1),
+        lambda x: torch.tensor([1, 2], device=x.device),
+        lambda x: x.new_tensor([1, 2]),
+        lambda x: torch.as_tensor(np.zeros(2), device=x.device),
+        lambda x: x.masked_fill_(x > 0, x[0]),
+        lambda x: x.index_fill(0, x, x[0]),
+        lambda x: torch.linalg.inv(x.view(2, 3)[:, :2].float()),
+        lambda x: torch.multinomial(x.float(), 2),
     ],
 )
-def test_a_device_that_cannot_be_read_says_so(wait):
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_device_that_cannot_be_read_says_so(wait, inference):
+    with torch.inference_mode(inference):
+        x = torch.zeros(6, dtype=torch.int64, device=DEVICE)
+        with pytest.raises(AssertionError, match="waits for the device"), NoWait():
+            wait(x)
+
+
+@torch.inference_mode()
+def test_what_asks_for_nothing_may_be_done():
     x = torch.zeros(6, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(AssertionError, match="waits for the device"), NoWait():
-        wait(x)
+    with NoWait():
+        y = x[x].index_put_((x,), x).masked_fill_(x > 0, 1)[2:].clone()
+        y[1:] = torch.repeat_interleave(x, x, output_size=9)[:3]
+        upload_into(y, torch.zeros(4))
+        upload_ints((1, 2), torch.int32, DEVICE)
+        assert torch.tensor([1, 2])[[1]].tolist() == [2]

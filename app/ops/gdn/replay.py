@@ -7,18 +7,17 @@ projections only, which the records change by a dot product each:
     delta = beta (v - alpha u_k)          o = alpha u_q + delta (k . q)
 
 Letters: R requests, N rows, HK key heads, HV value heads (G = HV / HK neighbours share a key head), K and V head dims.
-No tensor here has N * HV * K * V elements. S_ctx is read where it lies, once for all beams of a request.
+No tensor here has N * HV * K * V elements: S_ctx is read once for many beams of a request (`projection.py`).
 """
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from app.ops.graph import as_node
+from app.ops.gdn.projection import shared_projection
 
 
 class Records(NamedTuple):
@@ -97,34 +96,6 @@ def replay(
     delta = torch.addcmul(v.float(), decay, u_k, value=-1).mul_(gate)
     dot = (q * k).sum(2).repeat_interleave(hv // hk, 1).unsqueeze(2)
     return torch.addcmul(decay * u_q, delta, dot), delta
-
-
-def _projection_shapes(x: Tensor, s_ctx: Tensor, row_start: Tensor) -> Tensor:
-    del row_start
-    n, parts, hk, _ = x.shape
-    return x.new_empty((n, parts, hk, s_ctx.shape[1] // hk, s_ctx.shape[3]))
-
-
-@as_node("(Tensor x, Tensor s_ctx, Tensor row_start) -> Tensor", _projection_shapes)
-def shared_projection(x: Tensor, s_ctx: Tensor, row_start: Tensor) -> Tensor:
-    """x [N, P, HK, K] float32 (P projections of a row), s_ctx [R, HV, K, V] -> [N, P, HK, G, V]: every row times the
-    state of its own request. Neighbouring requests of equal width are one batched product."""
-    n, parts, hk, dim = x.shape
-    group, width = s_ctx.shape[1] // hk, s_ctx.shape[3]
-    out = x.new_empty((n, parts, hk, group, width))
-    starts = row_start.tolist()
-    first = 0
-    for rows, same in groupby(starts[r + 1] - starts[r] for r in range(len(starts) - 1)):
-        count = len(list(same))
-        if rows:
-            own = slice(starts[first], starts[first + count])
-            asked = x[own].view(count, rows * parts, hk, 1, dim).permute(0, 2, 3, 1, 4)
-            state = s_ctx[first : first + count].view(count, hk, group, dim, width)
-            found = asked @ state  # [count, HK, G, rows * P, V]
-            out[own].view(count, rows * parts, hk, group, width).copy_(found.permute(0, 3, 1, 2, 4))
-        first += count
-    out[starts[-1] :] = 0  # pad rows
-    return out
 
 
 def stored_delta(delta: Tensor, dtype: torch.dtype) -> Tensor:
