@@ -29,7 +29,7 @@ def _shapes(x: Tensor, s_ctx: Tensor, row_start: Tensor) -> Tensor:
 def shared_projection(x: Tensor, s_ctx: Tensor, row_start: Tensor) -> Tensor:
     """x [N, P, HK, K] float32, s_ctx [R, HV, K, V], row_start [R + 1] int -> [N, P, HK, G, V]. What rows from
     row_start[R] on get is not said. Only a CPU is asked how many rows requests have."""
-    return by_width(x, s_ctx, row_start) if x.device.type == "cpu" else by_piece(x, s_ctx, row_start)
+    return by_width(x, s_ctx, row_start) if x.is_cpu else by_piece(x, s_ctx, row_start)
 
 
 def by_width(x: Tensor, s_ctx: Tensor, row_start: Tensor) -> Tensor:
