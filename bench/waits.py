@@ -44,6 +44,8 @@ STAND_IN = Setting(
 """As large as docs/own-model.md's stand-in."""
 PAUSE_S = 0.03
 """Between two servers' turns: threads of the one before spin for milliseconds on."""
+TURN_S = 5.0
+"""A turn ends early then."""
 BURN = "while True: pass"
 
 
@@ -129,15 +131,18 @@ def turns(asked: dict[str, Asked], load: Load, others: int, rounds: int) -> None
     histories = make_histories(SETTINGS[load.setting], load.at_once)
     bodies = [body([f"i{n}" for n in items], min(50, load.width), policy_name(load.width)) for items in histories]
     order = list(asked)
-    for one in asked.values():
-        one.client.open(load.at_once)
     for _ in range(rounds):
         random.shuffle(order)
         for way in order:
             time.sleep(PAUSE_S)
             one = asked[way]
+            one.client.open(load.at_once)
             one.ask(bodies)
-            one.times.setdefault((others, load), []).extend(one.ask(bodies) for _ in range(load.turn))
+            times, end = one.times.setdefault((others, load), []), time.monotonic() + TURN_S
+            for _ in range(load.turn):
+                times.append(one.ask(bodies))
+                if time.monotonic() > end:
+                    break
 
 
 def table(asked: dict[str, Asked], others: int, load: Load) -> list[dict[str, Any]]:
@@ -168,7 +173,8 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                     if load.setting == name:
                         turns(asked, load, others, options.rounds)
                         rows += table(asked, others, load)
-    print(_report.table(list(rows[0]), [list(map(str, row.values())) for row in rows]), flush=True)
+                        new = [list(map(str, row.values())) for row in rows[-len(asked) :]]
+                        print(_report.table(list(rows[0]), new), flush=True)
     return rows
 
 
