@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import Any, NamedTuple
 
 import torch
@@ -171,12 +171,17 @@ def ready(builds: Iterable[Build], device: torch.device, cubins: Mapping[Build, 
 
     Returns how many were compiled. Raises what CuPy raises for a source or a binary that the device does not take.
     """
-    before, number = compilations(), device.index or 0
-    given = cubins or {}
+    number, given = device.index or 0, cubins or {}
+
+    def load_one(build: Build) -> int:
+        before = compilations_here()
+        _MODULES.load(build, number, given.get(build))
+        return compilations_here() - before
+
     with ThreadPoolExecutor(THREADS) as pool:
-        for _ in pool.map(lambda build: _MODULES.load(build, number, given.get(build)), dict.fromkeys(builds)):
-            pass
-    return compilations() - before
+        made = sum(pool.map(load_one, dict.fromkeys(builds)))
+    _MODULES.here.made += made  # this thread has waited for them
+    return made
 
 
 def is_ready(build: Build, device: torch.device) -> bool:
@@ -189,16 +194,27 @@ def compilations() -> int:
     return _MODULES.made
 
 
+def compilations_here() -> int:
+    """Those of them that this thread has made, or waited for in `ready`."""
+    return _MODULES.here.made
+
+
+class _Here(local):
+    """Of a thread: how many modules it has compiled, or waited for in `ready`."""
+
+    made = 0
+
+
 class _Modules:
     """The modules that this process has loaded, once each and for good, as the driver keeps them.
 
-    made  how many were compiled
+    made  how many were compiled · here: the same of each thread
     """
 
     def __init__(self) -> None:
         self._loaded: dict[tuple[Build, int], Any] = {}
         self._lock = Lock()
-        self.made = 0
+        self.made, self.here = 0, _Here()
 
     def has(self, build: Build, device: int) -> bool:
         """Whether a build is there."""
@@ -209,6 +225,7 @@ class _Modules:
         found = self._loaded.get((build, device))
         if found is None:
             found = _from_source(build, device) if cubin is None else _binary(cubin, device)
+            self.here.made += cubin is None
             with self._lock:  # whoever was here first has made the one that counts
                 self.made += cubin is None
                 found = self._loaded.setdefault((build, device), found)

@@ -114,8 +114,10 @@ class Metrics:
             registry=registry,
         )  # fmt: skip
         self.compiles_total = Counter(
-            "widebeam_compiles_total", "Kernels compiled and graphs captured; `request` must stay 0", ["where"],
-            registry=registry,
+            "widebeam_compiles_total",
+            "Modules of kernels compiled and CUDA graphs captured; `request`: by a thread that serves a batch or "
+            "explains an answer, must stay 0; `background`: by any other",
+            ["where"], registry=registry,
         )  # fmt: skip
         for where in ("request", "background"):
             self.compiles_total.labels(where)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from app.engine.cuda_graphs import CudaRecorder
 from app.engine.engine import Engine
 from app.engine.graphs import Graphs
 from app.errors import Expired, Fault, ModelOutput, WidebeamError
+from app.ops import cuda
 from app.ops.download import Download
 from app.ops.product import Choice, choose
 from app.runtime.context_lane import ContextLane, own_arena
@@ -51,6 +54,12 @@ class Lane(NamedTuple):
     contexts: ContextLane
 
 
+class _Here(threading.local):
+    """Of a thread: how many graphs it has captured, and whether what it makes is being counted."""
+
+    graphs, counted = 0, False
+
+
 class StepLoop:
     """Drives batches from contexts to ranked items. Owns one arena a contract (one lane)."""
 
@@ -68,7 +77,7 @@ class StepLoop:
         self._transition, self._recorder = TRANSITIONS[transition], recorder
         self._lanes: dict[str, Lane] = {}
         self._entered = ""
-        self._turns = Turns()
+        self._turns, self._here = Turns(), _Here()
 
     def serve(self, batch: Batch) -> list[Served]:
         """Every job of the batch with its result or its error, once each."""
@@ -78,18 +87,36 @@ class StepLoop:
         """Ask the device for everything from the contexts to the last survivors. A GPU is not waited for: another batch
         may be launched behind this one, which it then finds in the same state memory."""
         flight = Flight(batch, [], self.run(batch))
-        with self._turns.launch():
+        with self._made_in("request"), self._turns.launch():
             go(flight, self._clock, Pause.LAUNCHED)
         return flight
 
     def await_last(self, flight: Flight) -> None:
         """Wait until the device is at the last step of a batch that was launched. In any one thread."""
-        go(flight, self._clock, Pause.LAST)
+        with self._made_in("request"):
+            go(flight, self._clock, Pause.LAST)
 
     def finish(self, flight: Flight) -> list[Served]:
         """Wait for a batch that was launched: every job of it with its result or its error, once each; a bug of ours
         fails the jobs still open. In any one thread, while others are launched."""
-        return go(flight, self._clock)
+        with self._made_in("request"):
+            return go(flight, self._clock)
+
+    @contextmanager
+    def _made_in(self, where: str) -> Iterator[None]:
+        """Count the kernels that this thread compiles meanwhile, and the graphs that it captures. In the middle of a
+        batch all of them are that batch's, whatever for: they make it wait."""
+        here = self._here
+        if here.counted:
+            yield
+            return
+        before, here.counted = here.graphs + cuda.compilations_here(), True
+        try:
+            yield
+        finally:
+            here.counted = False
+            if made := here.graphs + cuda.compilations_here() - before:
+                self._metrics.compiles_total.labels(where).inc(made)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Iterator[Served | Pause]:
@@ -179,7 +206,8 @@ class StepLoop:
     def explain(self, job: Job, answer: Ranked) -> Explanation | WidebeamError:
         """How an answered job came to its answer. Between batches, and for clients that are still there."""
         try:
-            return job.ticket.gone(self._clock()) or explain(job, self._lane(job.snapshot).transition, answer)
+            with self._made_in("request"):
+                return job.ticket.gone(self._clock()) or explain(job, self._lane(job.snapshot).transition, answer)
         except Exception as error:  # noqa: BLE001  whatever broke: the loop lives on
             return Fault.of(error)
 
@@ -187,6 +215,10 @@ class StepLoop:
         """Before a snapshot's first batch: a contract's state memory, once, and the graphs of its weights' slot, which
         may be there already; before the very first, algorithms for the products of its steps. In any one thread. Raises
         Rejected("no_memory")."""
+        with self._made_in("background"):
+            return self._prepare(snapshot)
+
+    def _prepare(self, snapshot: Snapshot) -> Taken:
         lane, engine = self._lane(snapshot), snapshot.engine
         lane.contexts.settle()
         choices: tuple[Choice, ...] = ()
@@ -194,7 +226,7 @@ class StepLoop:
             choices = choose(lane.graphs.largest(engine))
         parts = lane.graphs, lane.contexts.graphs, lane.contexts.captured
         taken = Taken.of([one.prepare(engine) for one in parts if one])
-        self._metrics.compiles_total.labels("background").inc(taken.graphs)
+        self._here.graphs += taken.graphs
         if taken.graphs and engine.slot:
             engine.slot.slots.beside = taken.bytes
         return taken._replace(choices=choices)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -27,9 +28,10 @@ from app.engine.registry import family
 from app.engine.slots import Slots
 from app.engine.weights import load
 from app.errors import Rejected, WidebeamError
-from app.ops import gdn
+from app.ops import cuda, gdn
 from app.runtime.context_lane import own_arena
 from app.runtime.contexts import batch_inputs
+from app.runtime.engines import Engines
 from app.runtime.job import Batch
 from app.runtime.loader import load_root
 from app.runtime.logs import make_log
@@ -197,20 +199,46 @@ def counted(metrics, name, **labels):
 
 
 def test_answers_with_graphs_are_those_without_and_nothing_is_captured_on_the_way(world):
-    _, deployment, snapshot = world
+    root, deployment, snapshot = world
     jobs, metrics = asked(deployment, snapshot), Metrics()
     loop, plain = StepLoop(time.monotonic, metrics), StepLoop(time.monotonic, Metrics(), recorder=lambda _: None)
+    engines, device = Engines(root, metrics, make_log(io.BytesIO())), snapshot.engine.device
+    engines.prepare(snapshot.contract, device)
+    engines.prepare_plans(snapshot.contract, device, list(snapshot.policies.plans()))
+    modules = counted(metrics, "widebeam_compiles_total", where="background")  # what tests before have not made
     taken = loop.prepare(snapshot)
-    assert counted(metrics, "widebeam_compiles_total", where="background") == taken.graphs > 0
+    assert taken.graphs > 0
+    assert counted(metrics, "widebeam_compiles_total", where="background") == modules + taken.graphs
     found = answers(loop, snapshot, jobs)
     assert_alike(found, answers(plain, snapshot, jobs), "bfloat16")
     assert answers(loop, snapshot, jobs) == found
     for n in range(1, len(jobs)):
         answers(loop, snapshot, jobs[:n])
     assert counted(metrics, "widebeam_engine_eager_steps_total") == 0
-    assert counted(metrics, "widebeam_compiles_total", where="background") == taken.graphs
+    assert counted(metrics, "widebeam_compiles_total", where="background") == modules + taken.graphs
     assert counted(metrics, "widebeam_compiles_total", where="request") == 0
     assert counted(metrics, "widebeam_step_seconds_count", step="1") == len(jobs) + 1
+
+
+def test_a_kernel_that_nobody_has_made_before_its_batch_is_counted_as_made_on_its_way(world):
+    _, deployment, snapshot = world
+    metrics, source = Metrics(), Path(cuda.__file__).parent / "transition" / "kernel.cu"
+    build = cuda.Build.of(source)._replace(given="// for this test alone\n")
+
+    class Late:
+        def __getattr__(self, name):
+            return getattr(snapshot.engine, name)
+
+        def step(self, t, rows, arena):
+            cuda.entry(build, "advance", snapshot.engine.device)
+            return snapshot.engine.step(t, rows, arena)
+
+    late = replace(snapshot, engine=Late())
+    loop, made = StepLoop(time.monotonic, metrics, recorder=lambda _: None), []
+    for served in (snapshot, late, late):  # first what tests before have not made
+        answers(loop, served, asked(deployment, served))
+        made.append(counted(metrics, "widebeam_compiles_total", where="request"))
+    assert made[1:] == [made[0] + 1] * 2
 
 
 def launched_without_a_wait(loop, jobs):

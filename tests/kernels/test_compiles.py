@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.ops import cuda
+from app.ops.builds import GPUS
 from app.ops.nvrtc import AS_CUPY, CompileError
 from app.ops.nvrtc import compiled as compile_source
 from tests.kernels import nvrtc
@@ -17,7 +18,7 @@ from tests.kernels.nvrtc import Build
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = sorted([*REPOSITORY.glob("app/ops/*/*.cu"), *REPOSITORY.glob("bench/*.cu")])
-ARCHITECTURES = ("sm_80", "sm_86", "sm_100", "sm_120", "compute_80")
+ARCHITECTURES = (*(arch for arch in GPUS if arch != "sm_90"), "compute_80")
 
 
 def compiled(build: Build, arch: str, *more: str) -> tuple[bytes, str]:

@@ -1,7 +1,8 @@
-"""Sources of kernels: their parts; and which launches are the driver's own."""
+"""Sources of kernels: their parts; which launches are the driver's own; and who has compiled what."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,17 @@ def test_what_cupys_launch_cannot_have_is_the_drivers_own(monkeypatch):
         ("cupy", (2,), (32,), (1,), 64, 5), ("driver", 7, 2, 32, 64, 5, (1,), True),
         ("driver", 7, 2, 32, 64, 5, (b"map", 1), False),
     ]  # fmt: skip
+
+
+def test_modules_are_counted_for_the_thread_that_makes_them_or_waits_for_them(source, monkeypatch):
+    monkeypatch.setattr(cuda, "_MODULES", cuda._Modules())
+    monkeypatch.setattr(cuda, "_from_source", lambda build, device: f"module {build.define}")
+    monkeypatch.setattr(cuda, "_binary", lambda cubin, device: cubin)
+    device, builds = torch.device("cpu"), [Build.of(source, A=n) for n in range(6)]
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(cuda.ready, builds[:3], device).result() == 3
+        assert (cuda.compilations(), cuda.compilations_here()) == (3, 0)
+        assert cuda.ready(builds, device, {builds[3]: b"cubin"}) == 2  # three are there, one is a binary
+        cuda._MODULES.load(builds[5], 0)
+        assert (cuda.compilations(), cuda.compilations_here()) == (5, 2)
+        assert other.submit(cuda.compilations_here).result() == 3

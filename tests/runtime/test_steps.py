@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from app.engine.families.onerec_config import parse
 from app.engine.families.onerec_reference import OneRecReference, pad_history
 from app.engine.graphs import most_rows
 from app.errors import Cancelled, Fault, ModelOutput
+from app.ops import cuda
 from app.ops.selection import select_top
 from app.runtime import selection, steps
 from app.runtime.job import Batch
@@ -502,6 +505,131 @@ def test_algorithms_of_products_are_chosen_by_the_largest_steps_and_before_anyth
     assert loop.prepare(snapshot).choices == ()
     assert len(ran) == 1
     assert StepLoop(lambda: 0.0, Metrics()).prepare(snapshot).choices == (), "without graphs there is nothing to run"
+
+
+class Kernels(Spy):
+    """An engine whose every step launches a kernel, which is compiled where nobody has launched it before."""
+
+    def step(self, t, rows, arena):
+        cuda._MODULES.load(cuda.Build.of(Path("kernel.cu"), T=t), 0)
+        return self._engine.step(t, rows, arena)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """A batch of an engine with kernels, in a process that has compiled nothing."""
+    monkeypatch.setattr(cuda, "_MODULES", cuda._Modules())
+    monkeypatch.setattr(cuda, "_from_source", lambda build, device: "a module")
+    deployment, _, snapshot = world()
+    snapshot = replace(snapshot, engine=Kernels(snapshot.engine))
+    return Batch((support.job_of(snapshot, deployment, ("i1",), k=5),))
+
+
+def compiles(metrics):
+    """On the request path, and beside it."""
+    found = [
+        metrics.registry.get_sample_value("widebeam_compiles_total", {"where": w}) for w in ("request", "background")
+    ]
+    return tuple(found)
+
+
+def test_what_a_batch_makes_on_its_way_is_counted_and_only_that(kernels):
+    metrics = Metrics()
+    loop = StepLoop(lambda: 0.0, metrics, recorder=lambda _: None)
+    loop.serve(kernels)
+    assert compiles(metrics) == (3, 0)
+    loop.serve(kernels)
+    assert compiles(metrics) == (3, 0)  # they are there
+
+
+def test_a_prepared_batch_makes_nothing_on_its_way(kernels):
+    metrics = Metrics()
+    loop = StepLoop(lambda: 0.0, metrics, recorder=lambda _: Replays())
+    taken = loop.prepare(kernels.jobs[0].snapshot)  # each step runs once
+    assert compiles(metrics) == (0, taken.graphs + 3)
+    for _ in range(3):
+        loop.serve(kernels)
+    assert compiles(metrics) == (0, taken.graphs + 3)
+
+
+def test_what_another_thread_makes_beside_a_batch_is_not_the_batchs(kernels, monkeypatch):
+    metrics, rank = Metrics(), steps.rank_items
+
+    def beside(*given):
+        other = threading.Thread(target=cuda.ready, args=([cuda.Build.of(Path("other.cu"))], torch.device("cpu")))
+        other.start()
+        other.join()
+        return rank(*given)
+
+    monkeypatch.setattr(steps, "rank_items", beside)
+    StepLoop(lambda: 0.0, metrics).serve(kernels)
+    assert cuda.compilations() == 4
+    assert compiles(metrics) == (3, 0)
+
+
+def a_kernel(_loop, _snapshot, name):
+    cuda._MODULES.load(cuda.Build.of(Path(name)), 0)
+    return 1
+
+
+def kernels_in_threads(_loop, _snapshot, name):
+    return cuda.ready([cuda.Build.of(Path(name), N=n) for n in range(4)], torch.device("cpu"))
+
+
+def graphs(loop, snapshot, name):
+    return loop.prepare(replace(snapshot, contract=replace(snapshot.contract, id=name))).graphs
+
+
+@pytest.mark.parametrize("make", [a_kernel, kernels_in_threads, graphs])
+def test_what_is_made_where_lists_or_explanations_are_is_counted(make, kernels, monkeypatch):
+    metrics, [job], made = Metrics(), kernels.jobs, []
+    loop = StepLoop(lambda: 0.0, metrics, recorder=lambda _: Replays())
+    before = loop.prepare(job.snapshot).graphs + 3
+    for name in ("rank_items", "explain"):
+        real = getattr(steps, name)
+
+        def making(*given, name=name, real=real):
+            made.append(make(loop, job.snapshot, name))
+            return real(*given)
+
+        monkeypatch.setattr(steps, name, making)
+    [end] = loop.serve(kernels)
+    assert compiles(metrics) == (made[0], before)
+    loop.explain(job, end.result)
+    assert compiles(metrics) == (sum(made), before)
+    assert len(made) == 2
+    assert min(made) > 0
+
+
+def test_what_counts_as_made_on_the_request_path_is_in_the_metrics_help():
+    [text] = [line for line in Metrics().render().decode().splitlines() if "# HELP widebeam_compiles_total" in line]
+    assert text.endswith(
+        " Modules of kernels compiled and CUDA graphs captured; `request`: by a thread that serves a batch or explains "
+        "an answer, must stay 0; `background`: by any other"
+    )
+
+
+def test_another_vocab_or_policy_captures_nothing_and_another_weight_slot_does():
+    deployment, vocab, snapshot = world(policies={"w": widths(7, 7, 7)})
+    contract, engine = snapshot.contract, snapshot.engine
+    other = support.catalogue(support.random_sids(SIZES, 60, seed=5), SIZES)
+    edited = {"w": "widebeam: 1\nwidths: [9, 9, 9]\nsteps:\n  all:\n    score: parent + 0.5 * logp\n"}
+    recorder, metrics = Replays(), Metrics()
+    loop = StepLoop(lambda: 0.0, metrics, recorder=lambda _: recorder)
+    each = loop.prepare(snapshot).graphs
+    assert each == recorder.recorded > 0
+    for catalogue, policies in ((other, {"w": widths(7, 7, 7)}), (vocab, edited), (other, edited), (vocab, {})):
+        next_one = support.snapshot_of(engine, catalogue, deployment, policies)
+        assert next_one.contract.id == contract.id
+        assert loop.prepare(next_one).graphs == 0
+        loop.serve(Batch((support.job_of(next_one, deployment, ("i1",), policy="w" if policies else "base", k=7),)))
+        assert recorder.recorded == each
+    assert compiles(metrics) == (0, each)
+    weights = support.snapshot_of(support.onerec_engine(SIZES, deployment.limits, seed=1), vocab, deployment)
+    assert weights.engine.addresses != engine.addresses
+    assert loop.prepare(weights).graphs == each
+    assert recorder.recorded == 2 * each
+    assert compiles(metrics) == (0, 2 * each)
 
 
 def test_bad_numbers_of_a_final_list_are_counted():
