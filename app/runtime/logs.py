@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import threading
@@ -15,6 +16,9 @@ import structlog
 from msgspec import Struct
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+PIPE_BYTES: Final = 1 << 20
+"""What a pipe that takes the log holds, where that may be had: 16 times the usual. A line of more than 4 KiB (a
+traceback) goes in pieces where the pipe is full, and a line of another process (a front end) may come between them."""
 LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
@@ -60,6 +64,7 @@ class Lines:
         self._owner = stream  # it would close its raw one when it dies
         self._stream: BinaryIO = getattr(stream, "raw", stream)  # no buffer: it would keep half of a line
         self._lost = 0
+        _widen(self._stream)
         self._one = threading.Lock()  # what is longer than a pipe's buffer goes in pieces
 
     def write(self, line: bytes) -> None:
@@ -88,6 +93,13 @@ class Lines:
     @staticmethod
     def _full() -> int:
         raise BlockingIOError(errno.EAGAIN, "a pipe that nobody reads is full")
+
+
+def _widen(stream: BinaryIO) -> None:
+    """Let a pipe hold `PIPE_BYTES`; one that holds more, and everything else, stays as it is."""
+    with suppress(OSError, ValueError, AttributeError):  # no descriptor, no pipe, not Linux, or more than is allowed
+        if fcntl.fcntl(stream, fcntl.F_GETPIPE_SZ) < PIPE_BYTES:
+            fcntl.fcntl(stream, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 def make_log(stream: BinaryIO, level: str = "info") -> Log:

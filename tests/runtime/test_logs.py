@@ -1,14 +1,18 @@
 import errno
+import fcntl
 import io
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from msgspec import UNSET, Struct, UnsetType
 
-from app.runtime.logs import Line, StdlibHandler, make_log
+from app.runtime.logs import PIPE_BYTES, Line, StdlibHandler, make_log
 
 
 def lines(stream):
@@ -148,6 +152,47 @@ def test_a_pipe_that_nobody_reads_any_more_ends_no_writer():
     os.close(source)
     with os.fdopen(sink, "wb", buffering=0) as stream:
         make_log(stream).info("event")
+
+
+WIDE = pytest.mark.skipif(
+    int(Path("/proc/sys/fs/pipe-max-size").read_text()) < PIPE_BYTES, reason="this machine has no wide pipes"
+)
+PROCESS = """
+import sys
+from app.runtime.logs import make_log
+log = make_log(sys.stderr.buffer)
+for number in range(40):
+    log.info(sys.argv[1] * (12_000 if number % 2 else 40), number=number)
+"""
+
+
+@WIDE
+def test_lines_of_several_processes_are_whole_while_their_reader_is_behind():
+    """More than a pipe holds by itself: who waits for room writes in pieces, and another one's line comes between."""
+    read, write = os.pipe()
+    with os.fdopen(read, "rb") as stream:
+        made = [subprocess.Popen([sys.executable, "-c", PROCESS, name], stderr=write) for name in "ab"]
+        os.close(write)
+        try:
+            assert [one.wait(100) for one in made] == [0, 0], "nobody has waited for the reader"
+        finally:
+            for one in made:
+                one.kill()
+        found = [json.loads(line) for line in stream]
+    for name in "ab":
+        assert [one["number"] for one in found if one["event"][0] == name] == list(range(40))
+
+
+@WIDE
+def test_a_pipe_that_holds_more_stays_as_it_is():
+    read, write = os.pipe()
+    with os.fdopen(read, "rb"), os.fdopen(write, "wb", buffering=0) as stream:
+        size = fcntl.fcntl(write, fcntl.F_GETPIPE_SZ)
+        make_log(stream)
+        wide = fcntl.fcntl(write, fcntl.F_GETPIPE_SZ)
+        assert wide > size
+        make_log(stream)
+        assert fcntl.fcntl(write, fcntl.F_GETPIPE_SZ) == wide
 
 
 def test_lines_of_several_threads_are_whole_however_long_they_are():
