@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
@@ -29,29 +30,44 @@ class _Recent(Generic[K, V]):
         self._before: dict[K, V] = {}
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        if key not in self._now:
-            self._now[key] = self._before[key] if key in self._before else make()
-        return self._now[key]
+        for known in (self._now, self._before):  # another thread may turn, or make the same, meanwhile
+            if key in known:
+                found = known[key]
+                break
+        else:
+            found = make()
+        self._now[key] = found
+        return found
 
     def turn(self) -> None:
         self._before, self._now = self._now, {}
 
 
 class _Basis:
-    """What plans are compiled for. results: by the texts of a policy and its ancestors · proven: structure ids"""
+    """What plans are compiled for. results: by the texts of a policy and its ancestors · proven: structure ids ·
+    turned: a new folder has come since it was asked for last"""
 
     def __init__(self, contract_id: str, catalogue: Catalogue | None) -> None:
         self.contract_id, self.catalogue = contract_id, catalogue
         self.results: _Recent[tuple[tuple[str, Source], ...], _Result] = _Recent()
         self.proven: set[str] = set()
+        self.turned = False
+
+    def turn(self) -> None:
+        """Forget what the last two folders that it was asked for did not use."""
+        self.turned = False
+        self.results.turn()
+        if len(self.proven) > MOST_PROVEN:
+            self.proven.clear()
 
     def fits(self, contract_id: str, catalogue: Catalogue | None) -> bool:
         same = self.catalogue is catalogue or self.catalogue == catalogue  # a catalogue is large: identity first
         return same and self.contract_id == contract_id
 
 
-BASES = 2
-"""Contracts and catalogues that are remembered: the live one and the one that is being prepared."""
+BASES = 4
+"""Contracts and catalogues that are remembered, those asked for last: of what serves, of what is being prepared, and of
+what is kept for a rollback, which is to be instant."""
 
 
 MOST_PROVEN = 4096
@@ -59,21 +75,22 @@ MOST_PROVEN = 4096
 
 
 class Cache:
-    """Documents and plans of the folders seen last, with the operators that policies may use. Not for several threads
-    at once."""
+    """Documents and plans of the folders seen last, with the operators that policies may use. For any thread: two that
+    compile the same at once both do the work."""
 
     def __init__(self, operators: Operators = BUILT_IN) -> None:
         self._operators = operators
         self._documents: _Recent[tuple[str, Source], ReadFile] = _Recent()
         self._bases: list[_Basis] = []
+        self._lock = threading.Lock()  # of the list; nobody compiles under it
 
     def turn(self) -> None:
-        """A new folder comes: what neither it nor the last one uses is forgotten at the next turn."""
+        """A new folder comes: what neither it nor the last one uses is forgotten at the next turn. A basis that nobody
+        asks for meanwhile keeps what it has, however many folders come: a rollback to it compiles what they changed."""
         self._documents.turn()
-        for basis in self._bases:
-            basis.results.turn()
-            if len(basis.proven) > MOST_PROVEN:
-                basis.proven.clear()
+        with self._lock:
+            for basis in self._bases:
+                basis.turned = True
 
     def library(self, sources: Sources) -> Library:
         """The files of a folder; those that were read before are not read again."""
@@ -90,13 +107,11 @@ class Cache:
         catalogue: Catalogue | None,
         between: Callable[[], None] = lambda: None,
     ) -> _Result:
-        """As `compile_policy`. What went wrong because of files that are not there is never remembered. between: called
-        before what is compiled anew"""
+        """As `compile_policy`. What went wrong because of files that are not there is never remembered."""
         basis = self._basis(contract.id, catalogue)
 
         def make() -> _Result:
-            between()
-            plan, found = compile_policy(name, library, contract, catalogue, proven=basis.proven)
+            plan, found = compile_policy(name, library, contract, catalogue, proven=basis.proven, between=between)
             return plan, tuple(found)
 
         chain = library.chain(name)
@@ -105,8 +120,10 @@ class Cache:
         return basis.results.get(tuple((one, library.sources[one]) for one in chain), make)
 
     def _basis(self, contract_id: str, catalogue: Catalogue | None) -> _Basis:
-        for basis in self._bases:
-            if basis.fits(contract_id, catalogue):
-                return basis
-        self._bases = [*self._bases[1 - BASES :], _Basis(contract_id, catalogue)]
-        return self._bases[-1]
+        with self._lock:
+            found = next((one for one in reversed(self._bases) if one.fits(contract_id, catalogue)), None)
+            basis = found or _Basis(contract_id, catalogue)
+            self._bases = [*(one for one in self._bases if one is not basis), basis][-BASES:]
+            if basis.turned:
+                basis.turn()
+        return basis

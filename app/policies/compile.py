@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from app.core import Contract
@@ -29,19 +30,23 @@ def compile_policy(
     catalogue: Catalogue | None = None,
     *,
     proven: set[str] | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> tuple[Plan | None, Findings]:
     """Text to plan. Never raises for bad text; every fault of the file is found in one run, sorted by position.
 
     No plan comes of a policy with errors, nor of an abstract one. Pass one `Library` for many policies of a folder:
     it reads every file once; and one `proven` for many policies of one contract and catalogue: the ids of structures
     that need no proof any more, since policies that share one differ in parameters and widths only, which are data.
+    between: called between pieces of work.
     """
+    between()
     policy, found = check_policy(name, sources, contract, catalogue)
     if found.errors or policy.abstract:
         return None, found
+    between()
     plan = lower(policy, contract, catalogue)
     if proven is None or plan.structure.id not in proven:
-        prove(plan, policy, contract, catalogue, found)
+        prove(plan, policy, contract, catalogue, found, between)
         if found.errors:
             return None, found
         if proven is not None:
@@ -49,11 +54,18 @@ def compile_policy(
     return plan, found
 
 
-def prove(plan: Plan, policy: Policy, contract: Contract, catalogue: Catalogue | None, found: Findings) -> None:
+def prove(
+    plan: Plan,
+    policy: Policy,
+    contract: Contract,
+    catalogue: Catalogue | None,
+    found: Findings,
+    between: Callable[[], None],
+) -> None:
     """C101: a plan that differs from the oracle is refused."""
     others = [f"`{one.name}` of {one.source}" for one in plan.plugins]
     try:
-        wrong = self_check(plan, contract.sizes, facts_of(contract, catalogue))
+        wrong = self_check(plan, contract.sizes, facts_of(contract, catalogue), between)
     except Exception as error:  # whatever an operator of another package does
         if not others:
             raise

@@ -206,8 +206,8 @@ def compile_folder(
 
     last_good: what to serve, marked stale, in place of policies with errors, and of experiments (`experiments/NAME`) ·
     cache: what earlier calls compiled · running: the traffic that runs now, of the same contract: what experiments may
-    not change, and what they fall back to · now: wall-clock unix seconds · between: called before each policy that is
-    compiled
+    not change, and what they fall back to · now: wall-clock unix seconds · between: called between pieces
+    of work
     """
     cache = cache or Cache()
     library = cache.library(folder.sources)

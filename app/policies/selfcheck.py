@@ -7,7 +7,7 @@ stated closeness, scaled by the largest of them; survivors may differ only where
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,11 @@ KINDS = ("ties", "random", "wide", "masked", "narrow", "bad")
 """Random matrices with ties, one all masked, one with fewer valid candidates than K, one with NaN and +inf."""
 
 
-def self_check(plan: Plan, sizes: tuple[int, ...], facts: Facts) -> str | None:
-    """What differs, or None. Steps with the same phases are checked once for step 1 and once for the later ones."""
+def self_check(
+    plan: Plan, sizes: tuple[int, ...], facts: Facts, between: Callable[[], None] = lambda: None
+) -> str | None:
+    """What differs, or None. Steps with the same phases are checked once for step 1 and once for the later ones.
+    between: called between pieces of work of about a millisecond"""
     steps = plan.resolved["steps"]
     assert isinstance(steps, list)
     done: set[str] = set()
@@ -41,20 +44,28 @@ def self_check(plan: Plan, sizes: tuple[int, ...], facts: Facts) -> str | None:
         key = json.dumps([phases, min(t, 2)])
         if key not in done:
             done.add(key)
-            probes = [_probe(kind, plan, program, phases, t, sizes[t - 1], facts) for kind in KINDS]
-            wrong = _compare(plan, program, phases, probes)
+            probes = []
+            for kind in KINDS:
+                between()
+                probes.append(_probe(kind, plan, program, phases, t, sizes[t - 1], facts))
+            wrong = _compare(plan, program, phases, probes, between)
             if wrong is not None:
                 return f"step {t}: {wrong}"
     return None
 
 
-def _compare(plan: Plan, program: StepProgram, phases: Mapping[str, object], probes: list[Grid]) -> str | None:
+def _compare(
+    plan: Plan, program: StepProgram, phases: Mapping[str, object], probes: list[Grid], between: Callable[[], None]
+) -> str | None:
     """All probes as the requests of one batch. Survivors are compared bit for bit where the ranks that they are taken
     by are the reference's, bit for bit; by their closeness elsewhere."""
     start = [0, *np.cumsum([len(one.parent) for one in probes]).tolist()]
     grid, told = _join(probes), dict[str, Tensor]()
     inputs = _inputs(plan, program, grid, probes)._replace(told=told.__setitem__)
-    scored, want = program.run(inputs), score_step(phases, grid, plan.operators)
+    between()
+    scored = program.run(inputs)
+    between()
+    want = score_step(phases, grid, plan.operators)
     if not near(scored.score.numpy(), want.score):
         return "scores differ"
     if scored.bad.tolist() != want.bad.tolist():
@@ -64,6 +75,7 @@ def _compare(plan: Plan, program: StepProgram, phases: Mapping[str, object], pro
         return "ranks differ"
     drawn = str(phases["select"]) == "stochastic()"
     for at, (kind, probe) in enumerate(zip(KINDS, probes, strict=True)):
+        between()
         own = slice(start[at], start[at + 1])
         ranks = Ranks(want.score[own], want.rank[own], want.bad[own])
         rank = conditioned(ranks.score, probe) if drawn else ranks.rank

@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Hashable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from app.config import DEPLOYMENT, Deployment, read_overlay
 from app.errors import Rejected
+from app.runtime.apart import BY_POLICIES, Apart
 from app.runtime.audit import Audit
 from app.runtime.background import Background
 from app.runtime.contracts import Contracts
-from app.runtime.desired import PIN, Ask, Chosen, Option, choose, usable
+from app.runtime.desired import PIN, Ask, Option, choose, usable
 from app.runtime.ledger import Ledger
 from app.runtime.logs import Log
 from app.runtime.memory import EXHAUSTED
@@ -31,10 +32,11 @@ from app.runtime.residents import Resident
 from app.runtime.retries import Retries
 from app.runtime.runtime import Runtime
 from app.runtime.snapshot import Snapshot
-from app.runtime.stage import BY_POLICIES, HEAVY, IN_MEMORY, Stage
+from app.runtime.stage import HEAVY, IN_MEMORY, Overtaken, Stage
 from app.runtime.states import State
 from app.runtime.status import Reason, unfinished
-from app.runtime.survey import Candidate, Survey, survey
+from app.runtime.survey import Candidate, Survey, asked_anew, survey
+from app.runtime.waiting import note_chosen, note_no_slot, unmet
 from app.vocab.manifest import Kind, version_key
 
 PERIOD_S: Final = 5.0
@@ -52,6 +54,7 @@ CHANGED: Final = "changed_on_disk"
 class ArtifactUpdates:
     """Follows the versions of a root. Event loop only.
 
+    hint   set after anything below the root has moved
     stage  the sets in memory
     told   set, and replaced by a new one, whenever something was decided
     """
@@ -66,19 +69,20 @@ class ArtifactUpdates:
         compose: Callable[[Snapshot], Snapshot],
         ledger: Ledger,
         contracts: Contracts,
+        hint: asyncio.Event,
         log: Log,
     ) -> None:
         self._root, self._state_dir = root, root / deployment.server.state_dir
         self._deployment, self._began = deployment, read_overlay(root)
-        self._policies, self._ledger, self._log = policies, ledger, log
+        self._policies, self._ledger, self._hint, self._log = policies, ledger, hint, log
         self._background = Background("artifacts", heavy=True)
-        self._busy = lambda: runtime.busy
+        self._decisions, self._busy = 0, lambda: runtime.busy
         self._audit = Audit(self._audited, Pace(self._busy))
         self._survey: Survey | None = None
         self._settled: tuple[str, object, object] = ("", None, None)  # a survey, and what served when it was done with
         self._refused: dict[tuple[Kind, str], str] = {}
-        self._apart: dict[tuple[str, str], bool] = {}
         self._retries = Retries(time.monotonic)
+        self._apart = Apart(self._retries)
         self._contracts, self._full = contracts, False  # there was no room for a contract, and it is not time to look
         self._overlay = Overlay(deployment)
         self._said = self._overlay.document(deployment)  # what a start asks for is no news when it serves
@@ -97,13 +101,13 @@ class ArtifactUpdates:
 
     # ---- following the disk ------------------------------------------------------------------------------------
 
-    async def run(self, hint: asyncio.Event) -> None:
+    async def run(self) -> None:
         """Follow the disk, and look at the files of what is in memory beside that."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._audit.run(hint))
-            await self._follow(hint)
+            group.create_task(self._audit.run(self._hint))
+            await self._follow()
 
-    async def _follow(self, hint: asyncio.Event) -> None:
+    async def _follow(self) -> None:
         """Look after every hint, and every five seconds whatever hints say. A bug of ours is logged, and it goes on."""
         while True:
             try:
@@ -111,12 +115,13 @@ class ArtifactUpdates:
             except Exception as error:  # noqa: BLE001  the loop that repairs things must not end
                 self._log.error("artifact_update_failed", exc_info=error)
             self._tell()
-            try:
-                async with asyncio.timeout(PERIOD_S * random.uniform(0.8, 1.0)):  # noqa: S311  not all replicas at once
-                    await hint.wait()
-            except TimeoutError:
-                pass
-            hint.clear()
+            await self._hinted()
+
+    async def _hinted(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PERIOD_S * random.uniform(0.8, 1.0)):  # noqa: S311  not all replicas at once
+                await self._hint.wait()
+        self._hint.clear()
 
     async def check(self) -> None:
         """Bring what serves up to what the disk asks for."""
@@ -126,8 +131,8 @@ class ArtifactUpdates:
             self._try_again(seen)
             await self._keep_contract()
             edition = self._policies.edition
-            if edition != self._settled[1]:  # what did not go with the policies may go with them now
-                self._apart = {pair: why for pair, why in self._apart.items() if not why}
+            if edition != self._settled[1]:
+                self._apart.policies_changed()
                 if self._overlay.problem is not None and self._overlay.problem.code in BY_POLICIES:
                     self._look_at_overlay(seen)
             # a pin that came and went between two surveys leaves the same disk and another set that serves
@@ -162,25 +167,71 @@ class ArtifactUpdates:
         """One step towards what is wanted; False where there is nothing left to do for this survey."""
         want = self._wanted(seen, seen.ask)
         if want is not None and not self._serves(want):
-            resident = self.stage.resident(want) or await self._prepare(want)
+            resident = self.stage.resident(want) or await self._beside(self._prepare(want))
+            decisions = self._decisions
             if resident is not None and await self._still(want, seen):
-                await self._try(want, resident, _cause(seen))
+                await self._try(want, resident, _cause(seen), decisions)
             return True
         ahead = self._wanted(seen, {}) if seen.asked_by == f"state/{PIN}" else None
         if ahead is not None and self.stage.resident(ahead) is None:  # it waits, ready, for the pin to go
-            await self._prepare(ahead)
+            await self._beside(self._prepare(ahead))
             return True
         return False
+
+    async def _beside(self, preparing: Coroutine[None, None, Resident | None]) -> Resident | None:
+        """Prepare a set; what is asked for meanwhile, and is in memory, does not wait for that."""
+        obeying = asyncio.ensure_future(self._obey())
+        try:
+            return await preparing
+        finally:
+            obeying.cancel()  # what it was about to do, the next look at the disk does
+            await asyncio.wait((obeying,))
+
+    async def _obey(self) -> None:
+        while True:
+            await self._hinted()
+            try:
+                await self.serve_at_once()
+            except Exception as error:  # noqa: BLE001  as in `_follow`
+                self._log.error("artifact_update_failed", exc_info=error)
+
+    def decided(self) -> None:
+        """Somebody has said anew what shall serve: what is about to serve because of something older does not."""
+        self._decisions += 1
+
+    async def serve_at_once(self) -> None:
+        """What is asked for now and is in memory serves, whatever is being loaded; `check` comes to everything else."""
+        decisions, known = self._decisions, self._survey
+        seen = await asyncio.to_thread(asked_anew, known, self._root, self._state_dir) if known else None
+        found = self._in_memory(seen) if seen else None
+        if seen and found and not self._serves(found[0]):
+            await self._try(*found, _cause(seen), decisions)
+            self._tell()
+
+    def _in_memory(self, seen: Survey) -> tuple[Want, Resident] | None:
+        """What is asked for, as it is in memory: with the newest that goes with it, else with what serves beside it;
+        under the overlay as it is on the disk, else as it is in force."""
+        serving = self.stage.serving
+        if serving is None:
+            return None
+        same = dict(zip(HEAVY, serving.versions, strict=True))
+        wants = [self._wanted(seen, seen.ask), self._wanted(seen, {**same, **seen.ask})]
+        overlays = self._overlay.deployment, serving.deployment
+        every = [want._replace(deployment=one) for want in wants if want for one in overlays]
+        return next(((want, one) for want in every if (one := self.stage.resident(want))), None)
 
     async def _still(self, want: Want, seen: Survey) -> bool:
         """Whether nobody has asked for something else while a set was being prepared."""
         now = await self._surveyed(seen)
         return now.ask == seen.ask or self._wanted(now, now.ask) == want
 
-    async def _try(self, want: Want, resident: Resident, cause: str) -> None:
+    async def _try(self, want: Want, resident: Resident, cause: str, decisions: int) -> None:
+        """decisions: how many there were when somebody looked at what is wanted"""
         try:
-            await self.stage.promote(resident, cause)
+            await self.stage.promote(resident, cause, lambda: self._decisions != decisions)
             self._say_overlay()
+        except Overtaken:
+            return  # the next look at the disk sees what was decided
         except Rejected as error:
             self._set_apart(want, error)
 
@@ -195,7 +246,7 @@ class ArtifactUpdates:
                 self._look_at_overlay(seen)
             self._refused = {known: why for known, why in self._refused.items() if known != what}
             self._doubt_again(what, seen)
-            self._apart = {pair: why for pair, why in self._apart.items() if pair != what}
+            self._apart.again(what)
 
     async def _keep_contract(self) -> None:
         """What serves has its contract on the disk, as soon as there is room for it."""
@@ -212,9 +263,9 @@ class ArtifactUpdates:
         """The set that should serve, of what can be used now; None where nothing that is asked for can."""
         if seen.problem is not None:
             return None
-        chosen = choose(self._options(seen, "weights", ask), self._options(seen, "vocab", ask), self._apart)
+        chosen = choose(self._options(seen, "weights", ask), self._options(seen, "vocab", ask), self._apart.pairs)
         if not ask:
-            self._note_waiting(chosen)
+            note_chosen(self._ledger, chosen)
         if chosen.weights is None or chosen.vocab is None:
             return None
         return Want(chosen.weights, chosen.vocab, self._overlay.deployment)
@@ -249,6 +300,7 @@ class ArtifactUpdates:
         """Bring ledger, overlay and refusals up to a survey."""
         known, self._survey = self._survey, seen
         self._drop_doubts(seen)
+        digests = {digest for one in self.stage.residents for digest in (one.weights.digest, one.vocab.digest)}
         if known is None or known.deployment != seen.deployment:
             self._retries.forget(DEPLOYMENT)
             self._look_at_overlay(seen)
@@ -259,19 +311,19 @@ class ArtifactUpdates:
                 if version not in before or before[version].fingerprint != one.fingerprint:
                     self._retries.forget((kind, version))
                     self._look_at(kind, one, first=known is None)
+            digests |= {one.manifest.digest for one in there.values() if one.manifest is not None}
             for version in set(self._ledger.versions(kind)) - set(there):
                 self._refused.pop((kind, version), None)
                 self._audit.drop(kind, version)
                 self._retries.forget((kind, version))
                 if self._ledger.state(kind, version) not in IN_MEMORY:
                     self._ledger.forget(kind, version)
+        self._apart.keep(digests)
 
     def _look_at_overlay(self, seen: Survey) -> None:
         before = self._overlay
         self._overlay = overlay(seen.deployment, self._began, self._deployment, before.deployment)
         if self._overlay.deployment != before.deployment:
-            for pair in self._apart:
-                self._retries.forget(pair)
             self._refused.clear()  # another contract: what did not fit may fit now
             self._apart.clear()
         self._say_overlay()
@@ -282,7 +334,8 @@ class ArtifactUpdates:
         if state in IN_MEMORY and state is not None:
             if not first:
                 self._doubt(kind, one)
-            self._learn_requires(kind, one)
+            if one.manifest is not None:
+                self.stage.residents.learn(kind, Option.of(one.manifest))
             return
         if first and state is State.REJECTED:
             self._refused[kind, one.version] = one.fingerprint
@@ -291,7 +344,8 @@ class ArtifactUpdates:
         if self._refused.get((kind, one.version)) == one.fingerprint:
             return
         self._refused.pop((kind, one.version), None)
-        self._ledger.move(kind, one.version, State.DISCOVERED)
+        if state is not State.DISCOVERED:  # else it stays for the reason that it has
+            self._ledger.move(kind, one.version, State.DISCOVERED)
         if one.problem is not None:
             self._refuse(kind, one.version, one.problem)
         elif one.manifest is None:
@@ -341,22 +395,6 @@ class ArtifactUpdates:
             self._retries.refused((kind, one.version), problem.code)
         self._ledger.move(kind, one.version, state, reason=reason)
 
-    def _learn_requires(self, kind: Kind, one: Candidate) -> None:
-        """What a version in memory requires, as its manifest says."""
-        if one.manifest is None:
-            return
-        option = Option.of(one.manifest)
-        for resident in self.stage.residents:
-            mine = resident.weights if kind == "weights" else resident.vocab
-            if mine.digest == option.digest and mine != option:
-                changed = replace(resident, weights=option) if kind == "weights" else replace(resident, vocab=option)
-                self.stage.residents.update(changed)
-
-    def _note_waiting(self, chosen: Chosen) -> None:
-        for (kind, version), why in chosen.waiting.items():
-            if self._ledger.state(kind, version) in {State.DISCOVERED, State.WAITING}:
-                self._ledger.move(kind, version, State.WAITING, reason=Reason("requires", why))
-
     def _refuse(self, kind: Kind, version: str, error: Rejected) -> None:
         """A version is bad until its files change, or what was wrong may have passed."""
         self._retries.refused((kind, version), error.code)
@@ -378,9 +416,7 @@ class ArtifactUpdates:
             self._say_overlay()
             self._log.error("deployment_rejected", code=error.code, message=error.message, location=error.location)
             return
-        pair = want.weights.digest, want.vocab.digest
-        self._apart[pair] = error.code in BY_POLICIES
-        self._retries.refused(pair, error.code)
+        self._apart.add((want.weights.digest, want.vocab.digest), error.code)
         for kind, one in want.options:
             if self._ledger.state(kind, one.version) not in IN_MEMORY:
                 self._ledger.reject(kind, one.version, error)
@@ -405,7 +441,7 @@ class ArtifactUpdates:
         except EXHAUSTED as error:
             self._note_refused(want, Rejected("no_memory", f"there was none left while it was prepared: {error}"))
         except NoSlot as error:
-            self._note_no_slot(want, error)
+            note_no_slot(self._ledger, want.weights.version, str(error))
             await asyncio.sleep(QUIET_S)  # and once more, for whatever is wanted then
         else:
             versions = {kind: option.version for kind, option in want.options}
@@ -423,12 +459,6 @@ class ArtifactUpdates:
         else:
             self._set_apart(want, error)
 
-    def _note_no_slot(self, want: Want, error: NoSlot) -> None:
-        """Weights wait until a slot is free; requests never do."""
-        version = want.weights.version
-        if self._ledger.state("weights", version) in {State.DISCOVERED, State.WAITING}:
-            self._ledger.move("weights", version, State.WAITING, reason=Reason("no_slot", str(error)))
-
     def _tell(self) -> None:
         told, self.told = self.told, asyncio.Event()
         told.set()
@@ -444,22 +474,10 @@ class ArtifactUpdates:
         wanted = self._wanted(seen, seen.ask)
         if wanted is not None:
             shown["wanted"] = {"weights": wanted.weights.version, "vocab": wanted.vocab.version}
-        problem = seen.problem or (None if wanted else self._unmet(seen))
+        problem = seen.problem or (None if wanted else unmet(self._ledger, seen))
         if problem is not None:
             shown["problem"] = {"code": problem.code, "message": problem.message, "location": problem.location}
         return shown
-
-    def _unmet(self, seen: Survey) -> Rejected:
-        """Why the versions that are asked for cannot serve."""
-        for kind, version in seen.ask.items():
-            if kind not in HEAVY:
-                continue
-            reason = self._ledger.reason(kind, version)
-            if reason is not None:
-                return Rejected(reason.code, reason.message, location=reason.location)
-            if self._ledger.state(kind, version) is None:
-                return Rejected("no_such_version", f"{kind} {version!r} is not there", location=seen.asked_by)
-        return Rejected("requires", "the versions that are asked for do not go together", location=seen.asked_by)
 
     def overlay(self) -> dict[str, object]:
         """What became of the last edit of deployment.toml."""

@@ -105,11 +105,13 @@ def usable(found: Iterable[Usable], ask: str | None, rejected: Collection[str]) 
 
 
 class Chosen(NamedTuple):
-    """The newest weights and vocab that agree, or none; what newer versions wait for, by (kind, version)."""
+    """The newest weights and vocab that agree, or none; what newer versions wait for, by (kind, version); superseded:
+    older ones."""
 
     weights: Option | None
     vocab: Option | None
     waiting: Mapping[tuple[Kind, str], str]
+    superseded: tuple[tuple[Kind, str], ...] = ()
 
 
 def choose(weights: Sequence[Option], vocab: Sequence[Option], apart: Collection[tuple[str, str]] = ()) -> Chosen:
@@ -120,7 +122,9 @@ def choose(weights: Sequence[Option], vocab: Sequence[Option], apart: Collection
     for one in weights:
         for other in vocab:
             if _agree(one, other) and (one.digest, other.digest) not in apart:
-                return Chosen(one, other, _waiting(weights, vocab, one, other))
+                older: list[tuple[Kind, str]] = [("weights", old.version) for old in weights[weights.index(one) + 1 :]]
+                older += [("vocab", old.version) for old in vocab[vocab.index(other) + 1 :]]
+                return Chosen(one, other, _waiting(weights, vocab, one, other), tuple(older))
     return Chosen(None, None, _waiting(weights, vocab, None, None))
 
 

@@ -26,6 +26,8 @@ from app.runtime.states import State
 from app.runtime.status import ArtifactStatus, Reason, now_iso, unfinished
 from app.vocab.manifest import Found, home, verify, versions
 
+MOST_EXPANDED: Final = 1024
+"""Policies' expressions, by contract, whose modules are known without a look."""
 HERE: Final = ""
 """In the place of an engine's id: compiled by this process."""
 
@@ -39,7 +41,7 @@ class Engines:
     """
 
     def __init__(self, root: Path, metrics: Metrics, log: Log) -> None:
-        self._root, self._log = root, log
+        self._root, self._log, self._metrics = root, log, metrics
         self._lock = threading.Lock()
         self._used: dict[tuple[str, torch.device], str] = {}
         self._origins: dict[tuple[Build, torch.device], str] = {}
@@ -73,6 +75,7 @@ class Engines:
                     message = f"{type(error).__name__}: {error}"[:500]
                     raise Rejected("kernels_failed", message, location=f"contract {contract.id}") from error
                 seconds = round(time.monotonic() - began, 3)
+                self._metrics.compiles_total.labels("background").inc(made)
                 self._log.info("kernels_compiled", contract=contract.id, modules=made, seconds=seconds)
             self._used[contract.id, device] = used
 
@@ -80,8 +83,10 @@ class Engines:
         """Have what plans add, the kernels of their expressions (`StepProgram.generated`), once each: from engines that
         were made for this contract here, else compiled. Where one does not compile, that is logged, and steps go by
         computed ranks."""
+        wanted = self._of_plans(contract, device, plans)
+        if not self._without_origin(wanted, device):
+            return  # without the lock: another contract's kernels take a minute, and a rollback does not wait for it
         with self._lock:
-            wanted = self._of_plans(contract, device, plans)
             missing = self._without_origin(wanted, device)
             if not missing:
                 return
@@ -138,9 +143,12 @@ class Engines:
         for plan in plans:
             if added := engine_artifact.expressions(contract, plan):
                 key = contract.id, arch, added
-                if key not in self._expanded:  # in either thread, to the same
-                    self._expanded[key] = engine_artifact.of_plans(contract, arch, [plan])
-                found[plan.policy] = self._expanded[key]
+                builds = self._expanded.get(key)
+                if builds is None:  # in either thread, to the same
+                    builds = self._expanded[key] = engine_artifact.of_plans(contract, arch, [plan])
+                    if len(self._expanded) > MOST_EXPANDED:  # an endless row of edits starts over
+                        self._expanded.clear()
+                found[plan.policy] = builds
         return found
 
     def _without_origin(self, wanted: Mapping[str, tuple[Build, ...]], device: torch.device) -> tuple[Build, ...]:
@@ -160,6 +168,7 @@ class Engines:
             self._log.error("kernels_failed", policies=names, exc_info=error)
         else:
             there, seconds = list(missing), round(time.monotonic() - began, 3)
+            self._metrics.compiles_total.labels("background").inc(made)
             self._log.info("kernels_compiled", contract=contract.id, modules=made, seconds=seconds, policies=names)
         self._origins |= dict.fromkeys(((one, device) for one in there), HERE)
 

@@ -49,7 +49,7 @@ def compiler(
     between: Callable[[], None] = lambda: None,
 ) -> Compile:
     """How a folder becomes policies for a contract and a catalogue. running: the traffic of the same contract that the
-    new one follows · between: called before each policy that is compiled anew"""
+    new one follows · between: called between pieces of work"""
 
     def compile_(folder: Folder, good: Mapping[str, Kept]) -> PolicySet:
         return compile_folder(

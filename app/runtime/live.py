@@ -76,8 +76,9 @@ class Live:
         self._policies = PolicyUpdates(root, state, runtime, composing, metrics, log, clock, operators, strict=strict)
         self._takedowns = TakedownUpdates(root, state, runtime, composing, self._compose, ledger, log)
         self._artifacts = ArtifactUpdates(
-            root, deployment, runtime, self._policies, composing, self._compose, ledger, contracts, log
-        )
+            root, deployment, runtime, self._policies, composing, self._compose, ledger, contracts,
+            self._hints["artifacts"], log,
+        )  # fmt: skip
         self._operations = Operations(root, state, runtime, self._artifacts, self._hints["artifacts"], ledger, log)
         self._background = Background("start")
         self.boot, self._decisions = secrets.token_hex(4), 0
@@ -91,7 +92,7 @@ class Live:
             await self._for_ever("start", lambda: self._become_ready(load))
             hints, follow = self._hints, self._for_ever
             group.create_task(follow("policies", lambda: self._policies.run(hints["policies"])))
-            group.create_task(follow("artifacts", lambda: self._artifacts.run(hints["artifacts"])))
+            group.create_task(follow("artifacts", self._artifacts.run))
             group.create_task(follow("takedowns", lambda: self._takedowns.run(hints["takedowns"])))
             group.create_task(follow("kill", self._follow_kill))
 

@@ -33,7 +33,7 @@ from app.runtime.reading import Weights, model_files, read_fitting_vocab, read_w
 from app.runtime.snapshot import ArtifactRef, DeviceTrie, Policies, Snapshot, snapshot_id
 from app.runtime.state_dir import load_last_good
 from app.runtime.states import State
-from app.runtime.status import ArtifactStatus, Reason, now_iso, unfinished
+from app.runtime.status import SUPERSEDED, ArtifactStatus, Reason, now_iso, unfinished
 from app.runtime.survey import Survey, survey
 from app.runtime.takedowns import NOTHING, Takedowns, keep, kept, load_takedowns
 from app.runtime.watch import scan
@@ -168,6 +168,8 @@ class _Gate:
                 continue
             for (kind, version), why in chosen.waiting.items():
                 self._note(kind, version, State.WAITING, reason=Reason("requires", why))
+            for kind, version in chosen.superseded:
+                self._note(kind, version, State.DISCOVERED, reason=SUPERSEDED)
             self.canaries = self._canaries(one, other)
             self._note("weights", one.version, State.ACTIVE, digest=one.digest)
             self._note("vocab", other.version, State.ACTIVE, digest=other.digest)

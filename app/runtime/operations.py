@@ -42,6 +42,7 @@ class Operations:
         self._root, self._pin_file = root, state / state_dir.PIN
         self._runtime, self._artifacts, self._hint = runtime, artifacts, hint
         self._ledger, self._log = ledger, log
+        self._writing = asyncio.Lock()  # who has written the pin last is the last to come to the stage, too
         self._last: tuple[str, object] | None = None  # the cause of this server's last pin, and the pin
 
     def list(self) -> Document:
@@ -60,17 +61,19 @@ class Operations:
         began = asyncio.get_running_loop().time()
         resident, before = self._named(snapshot_id), self._pin()
         was = self._runtime.active
-        await self._write_pin({"weights": resident.weights.version, "vocab": resident.vocab.version}, cause)
+        pin: dict[Kind, str] = {"weights": resident.weights.version, "vocab": resident.vocab.version}
+        await self._write_pin(pin, cause)
         try:
             snapshot = await self._artifacts.stage.promote(resident, cause)
         except Rejected:
-            await self._restore(before)
+            await self._restore(before, pin)
             raise
         self._decided(cause, was, began)
         return {"snapshot": snapshot.id, "state": "active", "pin": self._pin()}
 
     async def ask(self, versions: dict[Kind, str], wait_s: float) -> Document:
-        """Pin versions that may have to be loaded first, and wait a while for what becomes of them.
+        """Pin versions that may have to be loaded first, and wait a while for what becomes of them. What is in memory
+        serves at once, whatever is being loaded.
 
         Raises InvalidRequest for what cannot be a version or is not there, Rejected with the gate's reason.
         """
@@ -80,6 +83,7 @@ class Operations:
             self._check(kind, version)
         began, was = asyncio.get_running_loop().time(), self._runtime.active
         await self._write_pin(versions, "promote")
+        await self._artifacts.serve_at_once()
         end = asyncio.get_running_loop().time() + min(wait_s, MAX_WAIT_S)
         while not self._serves(versions):
             told, left = self._artifacts.told, end - asyncio.get_running_loop().time()
@@ -107,6 +111,7 @@ class Operations:
                 return {"pin": self._pin()}
         if self._pin_file.exists():
             self._pin_file.unlink(missing_ok=True)
+            self._artifacts.decided()
             self._note("unpin", {})
         return {"pin": None}
 
@@ -132,18 +137,24 @@ class Operations:
         return all(mine[kind] == version for kind, version in versions.items())
 
     async def _write_pin(self, versions: dict[Kind, str], cause: str) -> None:
-        if self._pin() != versions:
-            data = msgspec.json.encode(versions) + b"\n"
-            await asyncio.to_thread(state_dir.write, self._pin_file, data)
-            self._note(cause, versions)
-        self._last = cause, versions
+        async with self._writing:
+            if self._pin() != versions:
+                data = msgspec.json.encode(versions) + b"\n"
+                await asyncio.to_thread(state_dir.write, self._pin_file, data)
+                self._note(cause, versions)
+            self._last = cause, versions
+            self._artifacts.decided()
 
-    async def _restore(self, pin: object) -> None:
-        """Put back what was asked for before a decision that could not be carried out."""
-        if pin is None:
-            self._pin_file.unlink(missing_ok=True)
-        else:
-            await asyncio.to_thread(state_dir.write, self._pin_file, msgspec.json.encode(pin) + b"\n")
+    async def _restore(self, before: object, pin: object) -> None:
+        """Put back what was asked for before a decision that could not be carried out, unless it is another's pin that
+        stands by now."""
+        async with self._writing:
+            if self._pin() != pin:
+                return
+            if before is None:
+                self._pin_file.unlink(missing_ok=True)
+            else:
+                await asyncio.to_thread(state_dir.write, self._pin_file, msgspec.json.encode(before) + b"\n")
 
     def _pin(self) -> object:
         """The pin that stands; None where there is none, or nobody can read it: `desired` says why."""

@@ -119,16 +119,17 @@ class PolicyUpdates:
         """What the active snapshot was made with, where somebody else made it."""
         self._remember(state)
 
-    async def compiled_for(self, snapshot: Snapshot) -> InForce:
-        """The folder as it is in force, compiled for the contract and the catalogue of another snapshot; it rests as a
-        load does, since a new catalogue compiles every policy anew."""
+    async def compiled_for(self, snapshot: Snapshot, background: Background, between: Callable[[], None]) -> InForce:
+        """The folder as it is in force, compiled for the contract and the catalogue of another snapshot; a new one of
+        these compiles every policy anew. background: the thread to do that in · between: called there between pieces of
+        work"""
         state, active = self._started(), self._runtime.active
         same = active is not None and active.contract.id == snapshot.contract.id
         running = state.policies.traffic if same else None
         catalogue = catalogue_of(snapshot.vocab, snapshot.side)
-        compile_ = compiler(snapshot.contract, catalogue, self._cache, running, Pace(lambda: self._runtime.busy))
+        compile_ = compiler(snapshot.contract, catalogue, self._cache, running, between)
         files = state.folder if state.held else state.disk
-        made = await self._background.run(lambda: renew(state, files, state.listing, compile_, self._clock()))
+        made = await background.run(lambda: renew(state, files, state.listing, compile_, self._clock()))
         return replace(made, disk=state.disk, held=state.held, bad={**made.bad, **state.bad}) if state.held else made
 
     async def check_text(self, name: str, text: str) -> dict[str, object]:
@@ -166,7 +167,8 @@ class PolicyUpdates:
 
     async def _renewed(self, active: Snapshot, folder: load.Folder, listing: Listing) -> InForce:
         before, traffic = self.in_force, active.policies.traffic
-        compile_ = compiler(active.contract, catalogue_of(active.vocab, active.side), self._cache, traffic)
+        catalogue, rest = catalogue_of(active.vocab, active.side), Pace(lambda: self._runtime.busy)
+        compile_ = compiler(active.contract, catalogue, self._cache, traffic, rest)
 
         def make() -> InForce:
             self._cache.turn()

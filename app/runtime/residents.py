@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from app.config import Deployment
@@ -64,9 +64,12 @@ class Residents:
         self._kept[resident.key] = resident
         self.name(resident.snapshot)
 
-    def update(self, resident: Resident) -> None:
-        """Replace what is known of one that is kept; its age stays."""
-        self._kept[resident.key] = resident
+    def learn(self, kind: Kind, option: Option) -> None:
+        """What a version that is kept requires, as its manifest says now; its age stays."""
+        for key, one in tuple(self._kept.items()):
+            mine = one.weights if kind == "weights" else one.vocab
+            if mine.digest == option.digest and mine != option:
+                self._kept[key] = replace(one, weights=option) if kind == "weights" else replace(one, vocab=option)
 
     def name(self, snapshot: Snapshot) -> None:
         """Remember a snapshot's id: people name what they saw, whatever the policies were then."""

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from app.config import Deployment
 from app.engine.slots import Slots
 from app.errors import Rejected
+from app.runtime.apart import NO_DEFAULT, POLICY_LOST
 from app.runtime.background import Background
 from app.runtime.contracts import Contracts
 from app.runtime.desired import Option
@@ -37,9 +38,6 @@ from app.vocab.manifest import Kind
 
 IN_MEMORY: Final = frozenset({State.ACTIVE, State.READY, State.DRAINING})
 HEAVY: Final[tuple[Kind, ...]] = ("weights", "vocab")
-NO_DEFAULT, POLICY_LOST = "no_default_policy", "policy_lost"
-BY_POLICIES: Final = frozenset({NO_DEFAULT, POLICY_LOST})
-"""Codes of sets that are refused because of what the policies say, and may do once those are edited."""
 _BEFORE: Final = {State.LOADING: State.VERIFYING, State.WARMING: State.VALIDATING}
 """What lies between DISCOVERED and these."""
 FIXED_SLOTS: Final = 2
@@ -47,6 +45,10 @@ FIXED_SLOTS: Final = 2
 WAIT_S: Final = 0.25
 """Seconds that a swap waits at most for a moment when nobody is queued. One comes with each batch that takes all who
 wait, so within the time of a batch; under overload none comes."""
+
+
+class Overtaken(Exception):
+    """Somebody has decided otherwise before a set was admitted on."""
 
 
 class _Next(NamedTuple):
@@ -87,13 +89,14 @@ class Stage:
         self._promoting = asyncio.Lock()  # one after another, in the order in which they were asked for
         self._coming: BatchKey | None = None  # of the one whose turn it is: its memory stays
         self._preparing: str | None = None  # the contract of the set that is tried: its memory stays, too
-        self._composer = Background("compose")  # a rollback does not wait for what is being loaded
+        self._composer, self._preparer = Background("compose"), Background("prepare")
         self._burials: set[asyncio.Future[None]] = set()
         self.residents = Residents(self._retire)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._composer.close()
+        self._preparer.close()
 
     def start(self, snapshot: Snapshot, deployment: Deployment) -> None:
         """Take over what the runtime has started with."""
@@ -127,7 +130,7 @@ class Stage:
             self._root, active.engine.device, slots, self._contracts, self._background, self._pace, self._moved
         )
         parts = await preparation.parts(want, self.residents)
-        snapshot, state = await self._composed(parts.snapshot(active.policies))
+        snapshot, state = await self._composed(parts.snapshot(active.policies), self._preparer)
         serving = self.serving
         if serving is not None and serving.deployment == want.deployment:  # an edited overlay is meant as it is written
             _check_kept(active, state)
@@ -161,20 +164,21 @@ class Stage:
             self.residents.idle(key)
         self._mark()
 
-    async def promote(self, resident: Resident, cause: str) -> Snapshot:
+    async def promote(self, resident: Resident, cause: str, moot: Callable[[], bool] = lambda: False) -> Snapshot:
         """Admit new requests on a resident, at a moment when nobody is queued, `WAIT_S` after it is ready for that at
         the latest. Raises Rejected where the policies in force cannot serve with it.
 
-        It waits without `composing`: edits and take-downs are live at once, and are in what is then swapped to.
+        It waits without `composing`: edits and take-downs are live at once, and are in what is then swapped to. moot:
+        whether somebody has decided otherwise, before this is begun or while it waits; then it raises Overtaken.
         """
         async with self._promoting:
             self._coming = resident.key
             try:
-                return await self._promoted(resident, cause)
+                return await self._promoted(resident, cause, moot)
             finally:
                 self._coming = None
 
-    async def _promoted(self, resident: Resident, cause: str) -> Snapshot:
+    async def _promoted(self, resident: Resident, cause: str, moot: Callable[[], bool]) -> Snapshot:
         """`promote`, when it is its turn."""
         clock, latest = asyncio.get_running_loop().time, math.inf
         while True:
@@ -186,9 +190,11 @@ class Stage:
                 del active  # it may leave memory as soon as something else serves
                 made = await self._made(resident)
                 latest = min(latest, clock() + WAIT_S)
+                if moot():
+                    raise Overtaken
                 if same or clock() >= latest:  # batches are of one key: an equal one splits none
                     return self._cut_over(made, cause)
-            moment = partial(self._cut_over_unless_changed, made, cause)
+            moment = partial(self._cut_over_unless_changed, made, cause, moot)
             snapshot = await self._runtime.once_nobody_waits(moment, latest - clock())
             if snapshot is not None:
                 return snapshot
@@ -196,14 +202,14 @@ class Stage:
 
     async def _made(self, resident: Resident) -> _Next:
         """With the policies in force, tried. Under `composing`, so that only kills come meanwhile."""
-        snapshot, state = await self._composed(resident.snapshot)
+        snapshot, state = await self._composed(resident.snapshot, self._composer)
         warmed = await self._warmed(snapshot, state, resident.warmed)
         resident = replace(resident, snapshot=snapshot, warmed=warmed | resident.warmed)
         return _Next(resident, state, self._runtime.swaps, self._policies.in_force)
 
-    def _cut_over_unless_changed(self, made: _Next, cause: str) -> Snapshot | None:
+    def _cut_over_unless_changed(self, made: _Next, cause: str, moot: Callable[[], bool]) -> Snapshot | None:
         """None where somebody has changed what serves since it was made, or is about to."""
-        changed = self._runtime.swaps != made.swaps or self._policies.in_force is not made.in_force
+        changed = moot() or self._runtime.swaps != made.swaps or self._policies.in_force is not made.in_force
         return None if changed or self._composing.locked() else self._cut_over(made, cause)
 
     def _cut_over(self, made: _Next, cause: str) -> Snapshot:
@@ -222,14 +228,17 @@ class Stage:
         self.residents.name(snapshot)
         self._ledger.note("cutover", snapshot=snapshot.id, before=before.id if before else None, cause=cause)
 
-    async def _composed(self, snapshot: Snapshot) -> tuple[Snapshot, InForce]:
-        """A snapshot with the policies in force, compiled for it. Raises Rejected where the default cannot serve."""
-        state = await self._policies.compiled_for(snapshot)
+    async def _composed(self, snapshot: Snapshot, background: Background) -> tuple[Snapshot, InForce]:
+        """A snapshot with the policies in force, compiled for it. Raises Rejected where the default cannot serve.
+
+        background: a thread that rollbacks have for themselves, or that of what is being prepared, which rests"""
+        rest = Pace(lambda: self._runtime.busy) if background is self._preparer else lambda: None
+        state = await self._policies.compiled_for(snapshot, background, rest)
         if state.policies.plan(state.policies.default) is None:
             message = f"the default policy `{state.policies.default}` cannot serve with it"
             raise Rejected(NO_DEFAULT, message, location="policies/")
         # take-downs of another vocab are looked up anew, which takes its time
-        made = await self._composer.run(lambda: self._compose(snapshot.having(policies=state.policies)))
+        made = await background.run(lambda: self._compose(snapshot.having(policies=state.policies)))
         return made, state
 
     async def _warmed(self, snapshot: Snapshot, state: InForce, known: frozenset[str]) -> frozenset[str]:

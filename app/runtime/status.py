@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Final
 
 from app.errors import Rejected
 
@@ -51,6 +52,10 @@ def unfinished(kind: str, version: str) -> Reason:
     """Why a version without a manifest is `incomplete`."""
     message = "there is none yet: it is still being written, or was not made by a command that publishes"
     return Reason("manifest_missing", message, f"{kind}/{version}/MANIFEST.json")
+
+
+SUPERSEDED: Final = Reason("superseded", "there is a newer version: this one is loaded where it is asked for")
+"""Why a version that nobody has looked at stays `discovered`."""
 
 
 @dataclass(frozen=True, slots=True)

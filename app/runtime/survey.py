@@ -68,6 +68,16 @@ def survey(
     called between two versions."""
     earlier = {one.found.directory: one for found in known.candidates.values() for one in found} if known else {}
     candidates = {kind: tuple(_look(found, kind, earlier, between) for found in versions(root, kind)) for kind in kinds}
+    return Survey(candidates, *_asked(root, state_dir), read_overlay(root))
+
+
+def asked_anew(known: Survey, root: Path, state_dir: Path) -> Survey:
+    """An earlier survey with what is asked for now: two small files are read."""
+    ask, asked_by, problem = _asked(root, state_dir)
+    return known._replace(ask=ask, asked_by=asked_by, problem=problem)
+
+
+def _asked(root: Path, state_dir: Path) -> tuple[Ask, str | None, Rejected | None]:
     ask: dict[Kind, str] = {}
     asked_by, problem = None, None
     for file, place in reversed(places(root, state_dir)):  # the stronger one comes last
@@ -78,7 +88,7 @@ def survey(
             continue
         if wanted:
             ask, asked_by, problem = {**ask, **wanted}, place, None  # what is wrong with a weaker file does not matter
-    return Survey(candidates, ask, asked_by, problem, read_overlay(root))
+    return ask, asked_by, problem
 
 
 def _look(found: Found, kind: Kind, earlier: Mapping[Path, Candidate], between: Callable[[], None]) -> Candidate:

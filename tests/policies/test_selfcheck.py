@@ -5,7 +5,7 @@ import torch
 
 from app.policies import choose, keep, program
 from app.policies.facts import facts_of
-from app.policies.selfcheck import self_check
+from app.policies.selfcheck import KINDS, self_check
 from tests.policies.batches import CATALOGUE
 from tests.policies.contracts import compiled, contract
 from tests.policies.test_choose import DIVERSE, ON, PLANS, STOCHASTIC
@@ -15,6 +15,12 @@ from tests.policies.test_choose import DIVERSE, ON, PLANS, STOCHASTIC
 def test_every_kind_of_plan_proves_itself(name):
     plan = {**PLANS, "diverse": DIVERSE, "stochastic": STOCHASTIC}[name]
     assert self_check(plan, ON.sizes, facts_of(ON, CATALOGUE)) is None
+
+
+def test_a_proof_is_made_in_pieces_of_one_probe():
+    pieces = []
+    assert self_check(DIVERSE, ON.sizes, facts_of(ON, CATALOGUE), lambda: pieces.append(1)) is None
+    assert len(pieces) >= 2 * len(KINDS) * 2, "step 1 and a later one, made and compared"
 
 
 def text(*lines: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from io import BytesIO
 
@@ -18,7 +19,7 @@ from app.errors import Rejected
 from app.policies.compile import compile_policy
 from app.policies.facts import Catalogue, Column
 from app.policies.source import Source
-from app.runtime import engine_artifact
+from app.runtime import engine_artifact, engines
 from app.runtime.engines import Engines
 from app.runtime.logs import make_log
 from app.runtime.metrics import Metrics
@@ -60,7 +61,8 @@ class Server:
 
     def __init__(self, root):
         self._stream = BytesIO()
-        self.engines = Engines(root, Metrics(), make_log(self._stream, "info"))
+        self._metrics = Metrics()
+        self.engines = Engines(root, self._metrics, make_log(self._stream, "info"))
 
     def starts(self, contract, *plans):
         for _ in range(2):  # the second time is nothing
@@ -71,6 +73,11 @@ class Server:
     @property
     def log(self):
         return [json.loads(line) for line in self._stream.getvalue().splitlines()]
+
+    @property
+    def counted(self):
+        """Modules that were compiled beside requests."""
+        return self._metrics.registry.get_sample_value("widebeam_compiles_total", {"where": "background"})
 
     @property
     def events(self):
@@ -115,6 +122,7 @@ def test_without_an_engine_everything_is_compiled_before_the_first_batch(contrac
     assert server.events == ["kernels_compiled"]
     assert set(gpu.loaded) == set(engine_artifact.of_contract(contract, "sm_90").builds)
     assert server.shown(contract) == {"artifact": None, "compilations": len(gpu.loaded), "policies": {}}
+    assert server.counted == len(gpu.loaded)
     assert server.engines.documents() == []
 
 
@@ -252,7 +260,7 @@ def test_a_policy_that_was_edited_after_the_build_is_compiled_beside_and_nothing
     assert server.events == ["engine_loaded", "kernels_loaded", "kernels_compiled"]
     assert (log[1]["policies"], log[2]["policies"]) == (["kept"], ["edited"])
     builds = engine_artifact.of_plans(contract, "sm_90", [edited])
-    assert gpu.compiled == log[2]["modules"] == len(builds)
+    assert gpu.compiled == log[2]["modules"] == server.counted == len(builds)
     assert {one for one, cubin in gpu.loaded.items() if cubin == b""} == set(builds)
     assert server.shown(contract, edited)["policies"] == {
         "edited": {"from_artifacts": 0, "compiled": len(builds), "missing": 0}
@@ -289,6 +297,25 @@ def test_a_catalogue_with_other_labels_makes_other_kernels_of_the_same_structure
     builds = engine_artifact.of_plans(contract, "sm_90", [second])
     assert gpu.compiled == before + len(builds)
     assert server.shown(contract, second)["policies"]["feed"]["compiled"] == len(builds)
+
+
+def test_an_endless_row_of_edits_does_not_fill_the_memory(contract, tmp_path, gpu, monkeypatch):
+    monkeypatch.setattr(engines, "MOST_EXPANDED", 4)
+    server, plans = Server(tmp_path), [plan(contract, f"rank: score * {number}.5") for number in range(1, 12)]
+    for one in plans:
+        server.engines.prepare_plans(contract, CPU, [one])
+        assert len(server.engines._expanded) <= 4
+    assert server.shown(contract, plans[0])["policies"]["feed"]["missing"] == 0
+
+
+def test_what_is_there_does_not_wait_for_what_another_contract_compiles(contract, tmp_path, gpu):
+    server, there = Server(tmp_path), plan(contract, WEIGHTED)
+    server.starts(contract, there)
+    with server.engines._lock:  # as `prepare` holds it, for a minute
+        asking = threading.Thread(target=server.engines.prepare_plans, args=(contract, CPU, [there]), daemon=True)
+        asking.start()
+        asking.join(60)
+        assert not asking.is_alive()
 
 
 def test_what_does_not_compile_is_logged_and_shown_and_is_tried_again(contract, tmp_path, gpu):

@@ -7,12 +7,15 @@ import time
 
 import pytest
 
+from app.policies.selfcheck import KINDS
 from app.runtime import pace
 from app.runtime.pace import LEAST_S, MOST_S, REST, Pace
 from app.runtime.runtime import Runtime
 from tests import support
 from tests.live_support import live_server
 
+PROBES = 2 * len(KINDS)
+"""Pieces of a proof at least: each is made, and compared."""
 CONFIG = support.onerec_config((4, 5, 6))
 
 
@@ -90,6 +93,24 @@ async def test_a_vocab_is_loaded_and_its_policies_are_compiled_with_rests_where_
     async with live_server(root) as server:
         support.write_vocab(root, (4, 5, 6), [{"id": "one", "sid": (1, 2, 3)}, {"id": "two", "sid": (3, 2, 1)}], "v2")
         await server.settles(lambda status: status["active"]["vocab"]["version"] == "v2")
-    # file and table, three levels, ids and what is made of their order; then one for each policy
+    # file and table, three levels, ids and what is made of their order; then inside of each policy's proof, too
     assert (rests.count("widebeam-artifacts") >= 12) is busy
-    assert (rests.count("widebeam-policies") >= len(policies)) is busy
+    assert (rests.count("widebeam-prepare") >= len(policies) * PROBES) is busy
+    assert "widebeam-compose" not in rests, "a rollback does not rest"
+
+
+@pytest.mark.parametrize("busy", [True, False])
+async def test_an_edit_is_compiled_with_rests_where_there_are_batches(tmp_path, monkeypatch, busy):
+    rests = []
+    root = support.write_root(tmp_path / "root")
+    async with live_server(root) as server:
+        monkeypatch.setattr(pace, "LEAST_S", 0.0)
+        monkeypatch.setattr(
+            pace.Pace.__init__,
+            "__defaults__",
+            (time.perf_counter, lambda _: rests.append(threading.current_thread().name)),
+        )
+        monkeypatch.setattr(Runtime, "busy", property(lambda _: busy))
+        support.replace_text(root / "policies" / "base.yaml", "widebeam: 1\nsteps: {all: {score: parent + 2 * logp}}\n")
+        assert (await server.post("policies:reload")).status == 200
+    assert (rests.count("widebeam-policies") >= PROBES) is busy

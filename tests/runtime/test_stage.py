@@ -279,9 +279,9 @@ async def test_of_two_decisions_the_later_one_stands(tmp_path, monkeypatch):
         await scene.queue(2)
         real, asked = scene.stage.promote, []
 
-        async def promote(resident, cause):
+        async def promote(resident, cause, *rest):
             asked.append(cause)
-            return await real(resident, cause)
+            return await real(resident, cause, *rest)
 
         monkeypatch.setattr(scene.stage, "promote", promote)
         first = scene.promote("v2")
