@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from bench._cutover_samples import Floats, Row, Samples
+from bench._plots import begin as svg
+from bench._plots import log_ticks
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RATE = 900, 400, 60, 120, 16, 56
 """Pixels; RATE: of the curve of answers a second, below the other."""
@@ -32,9 +34,7 @@ def plot(parts: Row) -> str:
     def y_of(ms: float) -> float:
         return HEIGHT - BOTTOM - (np.log10(ms) - np.log10(low)) * scale
 
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-           f'font-size="12"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>']  # fmt: skip
-    out += _grid(x_of, y_of, (begin, begin + span), _ticks(low, top))
+    out = [svg(WIDTH, HEIGHT), *_grid(x_of, y_of, (begin, begin + span), log_ticks(low, top))]
     for number, (mode, part) in enumerate(parts.items()):
         out += _updates(x_of, part, mode, HEIGHT - BOTTOM - 6 * number)
     for number, (mode, (xs, ys)) in enumerate(curves.items()):
@@ -97,7 +97,3 @@ def _curve(samples: Samples, of: Callable[[Floats], float]) -> tuple[Floats, Flo
     cuts = np.flatnonzero(np.diff(second)) + 1
     groups = np.split(latency, cuts)
     return second[np.concatenate([[0], cuts])] + 0.5, np.array([of(one) for one in groups])
-
-
-def _ticks(low: float, top: float) -> list[float]:
-    return [m * 10.0**e for e in range(-1, 6) for m in (1, 2, 5) if low <= m * 10.0**e <= top]

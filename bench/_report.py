@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +31,22 @@ def settings(process: Mapping[str, str], threads: int) -> Row:
         | {"python": platform.python_version()},
         "commit": commit(),
     }
+
+
+class Shown(NamedTuple):
+    """A result to read: Markdown, and pictures by the names of their files."""
+
+    text: str
+    pictures: Mapping[str, str]
+
+
+def save(out: Path, document: Row, shown: Shown) -> None:
+    """A result as JSON, and beside it as it is shown."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    out.with_suffix(".md").write_text(shown.text, "utf-8")
+    for name, picture in shown.pictures.items():
+        out.with_name(name).write_text(picture, "utf-8")
 
 
 def cpu_model() -> str:

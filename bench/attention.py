@@ -30,9 +30,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from app.ops import cuda
 from app.ops.attention import reference
 from app.ops.transition import compact
+from bench import _plots
 from bench._contexts import CONTEXTS, context_cell, context_table
 from bench._graph_time import LEAST, graph_time
-from bench._report import commit
+from bench._plots import Panel, Series
+from bench._report import Shown, commit, save
 
 SHAPES = tuple(product((4096, 8192, 16384), (32, 64)))
 POSITIONS = (1, 2, 3, 4, 8)
@@ -53,6 +55,17 @@ TARGETS = {
     ("ancestry_no_bos", 8): 0.32,
 }
 """Milliseconds to reach at B = 16384, H = 64."""
+DRAWN = (
+    ("PyTorch native", ("native",), _plots.ORANGE),
+    ("torch.compile", ("compiled",), _plots.PURPLE),
+    ("SDPA, flash", ("sdpa_flash",), _plots.RED),
+    ("SDPA, its quickest backend", tuple(f"sdpa_{name}" for name in SDPA), _plots.BROWN),
+    ("one warp a row", ("per_row",), _plots.GREEN),
+    ("ours, compacted", ("compacted",), _plots.BLUE),
+    ("ours, ancestry", ("ancestry",), _plots.BLACK),
+    ("floor", ("floor",), _plots.GREY),
+)
+"""Lines of the plot: the least of some columns, and a colour."""
 
 
 class Set(NamedTuple):
@@ -211,14 +224,44 @@ def cell(rows: int, heads: int, positions: int, dtype: torch.dtype, peers: bool,
     return found
 
 
-def markdown(document: dict[str, Any]) -> str:
-    """The tables of a result."""
+def plot(document: dict[str, Any]) -> str:
+    """Milliseconds by prefix length, a panel a shape."""
+    shapes = dict.fromkeys((one["B"], one["H"]) for one in document["ms"])
+    panels = []
+    for letter, (rows, heads) in zip("abcdef", sorted(shapes, key=lambda x: (x[1], x[0])), strict=False):
+        table = {one["S"]: one for one in document["ms"] if (one["B"], one["H"]) == (rows, heads)}
+        series = [
+            Series(name, tuple(min((x[c] for c in columns if x.get(c)), default=None) for x in table.values()), colour,
+                   dash="4 3" if name == "floor" else "")
+            for name, columns, colour in DRAWN
+        ]  # fmt: skip
+        known = tuple(one for one in series if any(one.values))
+        places = tuple(map(str, table))
+        panels.append(Panel(f"({letter}) B={rows}, H={heads}", "KV length S", "ms", places, known, log=True))
+    notes = [
+        f"{document['device']}, {document['dtype']}, D = {DIM}, commit {document['commit'][:7]}; graph-captured "
+        "medians. B: rows, H: heads. Floor: q, output, keys and values moved once.",
+        "Ours, compacted: without a compaction's copies (in the table), which the ancestry form does not need.",
+    ]
+    title = "Attention over SID prefixes (as RecoGEM's figure 18)"
+    return _plots.figure(title, _plots.alike(panels), columns=3, height=270, notes=notes)
+
+
+def shown(document: dict[str, Any], stem: str) -> Shown:
+    """A result's tables, and its plot for STEM.svg."""
+    picture = f"{stem}.svg"
+    return Shown(markdown(document, picture), {picture: plot(document)})
+
+
+def markdown(document: dict[str, Any], picture: str = "") -> str:
+    """The tables of a result. picture: the plot beside it."""
     columns = ("floor", *OURS, "per_row", "compiled", "native", *(f"sdpa_{name}" for name in SDPA))
     lines = [
         "# Attention over SID prefixes and contexts", "",
         f"{document['device']}, torch {document['torch']}, CUDA {document['cuda']}, commit {document['commit']}, "
         f"{document['dtype']}. Milliseconds, graph-captured medians; [README](../README.md) says of what.", "",
         "## Prefixes, D = 64 (figure 18)", "",
+        *([f"![Latency by prefix length, a panel a shape, as in figure 18]({picture})", ""] if picture else []),
         "| B | H | S | " + " | ".join(columns) + " |", "| ---: " * (3 + len(columns)) + "|",
     ]  # fmt: skip
     for one in document["ms"]:
@@ -257,10 +300,8 @@ def main() -> None:
             "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
             "python": platform.python_version(), "commit": commit(), "dtype": args.dtype, "missed": missed,
         }  # fmt: skip
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         document = {**about, "ms": table, "context": contexts}
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(markdown(document))
+        save(args.out, document, shown(document, args.out.stem))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from app.ops import transition, trie
 from app.ops.trie import reference
 from bench._graph_time import graph_time
-from bench._report import commit
+from bench._report import Shown, commit, save, table
 from bench.attention import BANDWIDTH
 
 ROWS = 16384
@@ -75,17 +75,38 @@ def moves() -> list[dict[str, Any]]:
     return found
 
 
+def shown(document: dict[str, Any], stem: str) -> Shown:
+    """What was measured, and the table."""
+    del stem  # there is no plot
+    lines = []
+    for one in document["ms"]:
+        ours, torchs, floor = one.get("ms"), one["torch_ms"], one["floor_ms"]
+        own = ["-", "-"] if ours is None else [f"{ours:.4f}", f"{torchs / ours:.1f}"]
+        lines.append([one["operator"], own[0], f"{torchs:.4f}", own[1], f"{floor:.4f}"])
+    head = ["operator", "ours", "by torch's operators", "times", "floor"]
+    text = (
+        "# The trie's and the transition's operators on a GPU\n\n"
+        f"{document['device']}, torch {document['torch']}, commit {document['commit']}. Milliseconds, graph-captured "
+        "medians. Floor: what must be moved once, at "
+        f"{BANDWIDTH / 1e12:.1f} TB/s. `-`: torch's operators were all that there was. "
+        "Of what: [README](../README.md).\n\n"
+        f"{table(head, lines)}\n"
+    )
+    return Shown(text, {})
+
+
 def main() -> None:
     """Time, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    table = [*walks(100_000, 64, 8192), *walks(100_000, 512, 8192), *moves()]
-    for one in table:
+    found = [*walks(100_000, 64, 8192), *walks(100_000, 512, 8192), *moves()]
+    for one in found:
         print(json.dumps(one), flush=True)
     if args.out:
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit()}
-        args.out.write_text(json.dumps({**about, "ms": table}, indent=1) + "\n")
+        document = {**about, "ms": found}
+        save(args.out, document, shown(document, args.out.stem))
 
 
 if __name__ == "__main__":

@@ -47,24 +47,18 @@ from app.runtime.metrics import Metrics
 from app.runtime.snapshot import Snapshot
 from app.runtime.steps import StepLoop, cuda_graphs
 from app.runtime.thread import EngineThread
+from bench._e2e_report import ORDER, merged, replaced, shown
+from bench._kernels import profiled
 from bench._modes import MODES, OnePlan
-from bench._report import commit
+from bench._report import commit, save
 from bench._synthetic import FORMULA, SHAPES, Shape, jobs_of, snapshot_of
 
 CEILINGS = {"measured": 768e12, "datasheet": 989e12}
 """bf16 FLOP/s of an H200: a product of 8192^3, and the vendor's figure."""
 POLICY = "widebeam: 1\nsteps:\n  all:\n    mask: trie\n    normalize: step\n"
-ORDER = ("step", "homogeneous", "general", "eager")
 SETS = 4
 LEAST = 12
 """Batches of a run, however short."""
-KINDS = {
-    "copies": ("memcpy", "memset"),
-    "attention": ("flash", "fmha", "slots_", "walk_", "compact_", "context"),
-    "products": ("gemm", "nvjet", "cutlass", "cublas", "splitk", "gated_product"),
-    "norms and gates": ("norm", "gated", "quantise"),
-    "selection": ("scan", "tail", "search", "children", "child", "narrow", "collect", "mark"),
-}
 Row = dict[str, Any]
 
 
@@ -122,30 +116,6 @@ async def _back_to_back(
         hand_in()
     await over.wait()
     return Spent([after - before for before, after in pairwise(ends)][1:], latency[2:])
-
-
-def profiled(run: Callable[[], object], batches: int = 3) -> Row:
-    """Milliseconds a batch of the device's kernels, by kind and by name."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(batches):
-            run()
-        torch.cuda.synchronize()
-    found = sorted(
-        (one.time_range.start, one.time_range.end - one.time_range.start, one.name.lower())
-        for one in profile.events() or ()
-        if one.device_type.name == "CUDA"
-    )
-    kinds: dict[str, float] = dict.fromkeys([*KINDS, "rest"], 0.0)
-    names: dict[str, float] = {}
-    for _, micros, name in found:
-        kinds[_kind(name)] += micros / 1e3 / batches
-        names[name[:80]] = names.get(name[:80], 0.0) + micros / 1e3 / batches
-    longest = dict(sorted(names.items(), key=lambda one: -one[1])[:24])
-    return {"kinds_ms": kinds, "busy_ms": sum(kinds.values()), "longest_ms": longest, "kernels": len(found) // batches}
-
-
-def _kind(name: str) -> str:
-    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "rest")
 
 
 class Prepared(NamedTuple):
@@ -238,77 +208,6 @@ def _steps(metrics: Metrics) -> dict[str, tuple[float, float]]:
     return {label: (one[0], one[1]) for label, one in found.items()}
 
 
-def markdown(document: Row) -> str:
-    """The tables of a result."""
-    lines = [
-        "# Whole batches on a GPU", "",
-        f"{document['device']}, torch {document['torch']}, CUDA {document['cuda']}, commit {document['commit']}; "
-        f"{document['shape']}, {document['parameters'] / 1e6:.0f} M parameters. Of what: [README](../README.md).", "",
-        *_older(document),
-        f"Model FLOP: {FORMULA}. MFU over 768 TFLOP/s (989 in brackets), whatever the precision.", "",
-        "| mode | precision | batch | mean ms | p99 ms | latency, mean | p99 | QPS | MFU | MFU of the decode steps "
-        "| GPU busy ms | seconds |",
-        "| --- | --- " + "| ---: " * 10 + "|",
-    ]  # fmt: skip
-    rows = document["runs"]
-    for one in rows:
-        mfu, decode = ("{measured:.1%} ({datasheet:.1%})".format(**one[name]) for name in ("mfu", "mfu_decode"))
-        latency = one["latency_ms"]
-        lines.append(
-            f"| {one['mode']} | {one['precision']} | {one['batch']} | {one['mean_ms']:.2f} | {one['p99_ms']:.2f} "
-            f"| {latency['mean']:.2f} | {latency['p99']:.2f} | {one['qps']:.0f} | {mfu} | {decode} "
-            f"| {_shown(one['phases'].get('busy_ms'), 2)} | {one['seconds']:.0f} |"
-        )
-    labels = sorted({label for one in rows for label in one["steps_ms"]}, key=lambda x: (x != "context", x))
-    kinds = [*KINDS, "rest"]
-    head = " | ".join([*(f"step {x}" if x != "context" else x for x in labels), *kinds])
-    lines += [
-        "", "## Where the time goes", "",
-        "Milliseconds a batch: between the marks of the step loop in the GPU's queue, and of kernels by kind "
-        "(torch.profiler).", "",
-        f"| mode | precision | batch | {head} |", "| --- | --- " + "| ---: " * (1 + len(labels) + len(kinds)) + "|",
-    ]  # fmt: skip
-    for one in rows:
-        cells = [one["steps_ms"].get(x) for x in labels] + [one["phases"].get("kinds_ms", {}).get(x) for x in kinds]
-        shown = " | ".join(_shown(x, 3) for x in cells)
-        lines.append(f"| {one['mode']} | {one['precision']} | {one['batch']} | {shown} |")
-    return "\n".join([*lines, *_ratios(rows)]) + "\n"
-
-
-def _older(document: Row) -> list[str]:
-    """Which runs are of other commits than the document."""
-    found: dict[str, list[str]] = {}
-    for one in document["runs"]:
-        if one.get("commit", document["commit"]) != document["commit"]:
-            found.setdefault(one["commit"], []).append(f"{one['mode']} {one['precision']} {one['batch']}")
-    return [line for of, runs in found.items() for line in (f"Of commit {of}: {', '.join(runs)}.", "")]
-
-
-def _shown(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _ratios(rows: Sequence[Row]) -> list[str]:
-    """How many times the other modes' batches take as long as those of `step` at the same commit."""
-    mean = {(one["mode"], one["precision"], one["batch"], one.get("commit")): one["mean_ms"] for one in rows}
-    keys = [key for key in mean if key[0] != "step" and ("step", *key[1:]) in mean]
-    if not keys:
-        return []
-    lines = [f"| {key[0]} | {key[1]} | {key[2]} | {mean[key] / mean['step', *key[1:]]:.2f} |" for key in keys]
-    return ["", "## Against `step`", "", "Mean time of a batch over that of `step`.", "",
-            "| mode | precision | batch | times |", "| --- | --- | ---: | ---: |", *lines]  # fmt: skip
-
-
-def _key(run: Row) -> tuple[int, str, int]:
-    return ORDER.index(run["mode"]), run["precision"], run["batch"]
-
-
-def merged(known: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """Runs by mode, precision and batch, the newer ones."""
-    by_key = {_key(one): one for one in (*known, *new)}
-    return [by_key[key] for key in sorted(by_key)]
-
-
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -352,18 +251,19 @@ def _parameters(snapshot: Snapshot) -> int:
 
 
 def write(out: Path, shape: str, runs: Sequence[Row], parameters: int) -> None:
-    """The file and its table, with what other runs of the shape have put there."""
-    before = json.loads(out.read_text("utf-8")) if out.exists() else {"runs": []}
-    known = before["runs"] if before.get("shape", "0.2b") == shape else []
+    """The file, its tables and its plot, with what other runs of the shape have put there."""
+    before = json.loads(out.read_text("utf-8")) if out.exists() else {}
+    if before.get("shape", "0.2b") != shape:
+        before = {}
+    known = before.get("runs", [])
+    together = merged(known, [{**one, "commit": commit()} for one in runs])
     document = {
         "shape": shape,
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "python": platform.python_version(), "commit": commit(), "parameters": parameters, "formula": FORMULA,
-        "runs": merged(known, [{**one, "commit": commit()} for one in runs]),
+        "runs": together, "replaced": replaced([*before.get("replaced", []), *known], together),
     }  # fmt: skip
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-    out.with_suffix(".md").write_text(markdown(document), "utf-8")
+    save(out, document, shown(document, out.stem))
 
 
 if __name__ == "__main__":

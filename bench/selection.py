@@ -23,7 +23,6 @@ and 1.5.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import product
@@ -34,9 +33,10 @@ import torch
 from torch import Tensor
 
 from app.ops.selection import geometry, launch, radix
-from bench import _bitonic
+from bench import _bitonic, _plots
 from bench._graph_time import graph_time
-from bench._report import commit
+from bench._plots import Panel, Series
+from bench._report import Shown, commit, save
 
 CODES = 8192
 BANDWIDTH = 4.3e12
@@ -55,6 +55,20 @@ PROB = (
 """As `app/policies/generate.py` writes them."""
 NAMES = ("whole", "bare", "bent", "prob", "program", "ranks", "radix", "bitonic", "topk", "torch")
 IN_FLOAT32 = frozenset({"ranks", "radix", "bitonic"})
+DRAWN = {
+    "torch": ("log_softmax, add, topk by torch", _plots.RED),
+    "topk": ("torch.topk of scores", _plots.ORANGE),
+    "bitonic": ("bitonic top-K, of ranks", _plots.PURPLE),
+    "radix": ("the radix pair, of ranks", _plots.BROWN),
+    "ranks": ("ours, top-K of ranks", _plots.GREEN),
+    "bare": ("ours, with log-sum-exp and score", _plots.BLUE),
+    "whole": ("ours, with mask and ancestry too", _plots.BLACK),
+}
+"""What the plots show of the ways: a name and a colour."""
+PICTURES = (
+    "Latency by requests and beam width, as in RecoGEM's figure 19",
+    "Latency by K, as in RecoGEM's figure 8",
+)
 KINDS = {"std": (2.0, 1.0), "wide": (1.0, 1.5)}
 
 
@@ -185,6 +199,60 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     return "\n".join(out)
 
 
+def shown(document: dict[str, Any], stem: str) -> Shown:
+    """A result's table, and its plots for STEM.svg and STEM_k.svg."""
+    pictures = plots(document, stem)
+    return Shown(markdown(document, tuple(pictures)), pictures)
+
+
+def markdown(document: dict[str, Any], pictures: Sequence[str] = ()) -> str:
+    """What was measured, the plots beside it, the table."""
+    about = (
+        f"{document['device']}, torch {document['torch']}, CUDA {document['cuda']}, CuPy {document['cupy']}, commit "
+        f"{document['commit']}; {document['codes']} codes, milliseconds of a call. Of what: [README](../README.md) and "
+        f"`bench/selection.py`. Not run: {document['not run']}."
+    )
+    shown = [line for name, of in zip(pictures, PICTURES, strict=False) for line in (f"![{of}]({name})", "")]
+    return "\n".join(["# Selection on a GPU", "", about, "", *shown, table(document["times"])]) + "\n"
+
+
+def plots(document: dict[str, Any], stem: str) -> dict[str, str]:
+    """PICTURES by the names of their files."""
+    std = [one for one in document["times"] if one["scores"] == "std"]
+    wide = [one for one in std if one["W"] == one["K"]]
+    by_k = [one for one in std if (one["R"], one["W"]) == (16, 512)]
+    shapes = sorted({(one["R"], one["W"]) for one in wide})
+    keeps = sorted({one["K"] for one in by_k})
+    bars = _series({(one["R"], one["W"], one["way"]): one["ms"] for one in wide}, shapes, without=("bitonic",))
+    lines = _series(
+        {(one["K"], one["way"]): one["ms"] for one in by_k}, [(x,) for x in keeps], without=("whole", "torch")
+    )
+    notes = [
+        f"{document['device']}, {document['codes']} codes, commit {document['commit'][:7]}; graph-captured medians, "
+        "logits std 2, beams std 1; ranks in float32, scores in 16 bit. "
+        f"Not run: {document['not run']}.",
+    ]
+    each = Panel("", "requests / beam width (K = beam width)", "ms", tuple(f"{r} / {w}" for r, w in shapes), bars,
+                 kind="bars", log=True)  # fmt: skip
+    some = Panel("R = 16, W = 512", "K", "ms", tuple(map(str, keeps)), lines, log=True)
+    titles = ("Selection by requests and beam width", "figure 19"), ("Selection by K", "figure 8")
+    made = [
+        _plots.figure(f"{title} (as RecoGEM's {figure})", [panel], columns=1, height=340, notes=notes)
+        for (title, figure), panel in zip(titles, (each, some), strict=True)
+    ]
+    return dict(zip((f"{stem}.svg", f"{stem}_k.svg"), made, strict=True))
+
+
+def _series(
+    ms: dict[tuple[Any, ...], float], places: Sequence[tuple[Any, ...]], without: Sequence[str]
+) -> tuple[Series, ...]:
+    """Of each way, the values at some places; ms: by place and way."""
+    return tuple(
+        Series(label, tuple(ms.get((*place, way)) for place in places), colour)
+        for way, (label, colour) in DRAWN.items() if way not in without
+    )  # fmt: skip
+
+
 def main() -> None:
     """Time, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -202,9 +270,8 @@ def main() -> None:
             "cupy": version("cupy-cuda13x"), "commit": args.commit or commit(), "codes": CODES,
             "not run": "FlashInfer: not installed where this was measured",
         }  # fmt: skip
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({**about, "times": lines}, indent=1) + "\n", "utf-8")
-        args.out.with_suffix(".md").write_text(f"{about}\n\n{table(lines)}\n", "utf-8")
+        document = {**about, "times": lines}
+        save(args.out, document, shown(document, args.out.stem))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -32,6 +33,25 @@ class BenchGroup(Listing):
         if args and args[0] not in self.commands:
             return super().resolve_command(ctx, ["script", *args])
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx, formatter):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+        """Commands, and below them the measurements of the clone."""
+        super().format_commands(ctx, formatter)
+        rows = [(name, _about(file)) for name, file in measurements().items()]
+        if rows:
+            with formatter.section("Measurements (`widebeam bench NAME --help` says more)"):
+                formatter.write_dl(rows)
+
+
+def measurements() -> dict[str, Path]:
+    """The scripts of the clone's bench/ by name."""
+    return {file.stem.replace("_", "-"): file for file in sorted(CLONE.glob("bench/[!_]*.py"))}
+
+
+def _about(file: Path) -> str:
+    """What a script measures: the first paragraph of its docstring. Nothing is imported."""
+    said = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
+    return " ".join(said.split("\n\n")[0].split())
 
 
 app = group("Load a server (`load`), or run a measurement of a clone's bench/ by its name.", BenchGroup)
@@ -77,13 +97,13 @@ def load(
 )
 def script(context: typer.Context, name: str) -> None:
     """Run bench/NAME.py of the clone with the remaining arguments."""
-    known = {file.stem.replace("_", "-"): file.stem for file in sorted(CLONE.glob("bench/[!_]*.py"))}
+    known = measurements()
     if name not in known:
         where = f"known here: {', '.join(['load', *known])}" if known else "other names need a clone's bench/"
         say(f"no measurement `{name}`; {where}")
         raise typer.Exit(2)
     path = os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", f"bench.{known[name]}", *context.args]
+    command = [sys.executable, "-m", f"bench.{known[name].stem}", *context.args]
     done = subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": path})  # noqa: S603  the clone's file
     raise typer.Exit(done.returncode)
 

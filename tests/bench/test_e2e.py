@@ -8,12 +8,13 @@ import torch
 
 from app.runtime.job import Batch
 from app.runtime.metrics import Metrics
-from bench import e2e
+from bench import _e2e_report as report
+from bench import _kernels, e2e
 from bench._modes import MODES, OnePlan
 from bench._synthetic import Shape, jobs_of, snapshot_of
 
 SMALL = Shape(codes=32, width=16, context=12, d=32, layers=2, heads=2, ffn=64, items=3000)
-KINDS = dict.fromkeys([*e2e.KINDS, "rest"], 0.5)
+KINDS = dict.fromkeys([*_kernels.KINDS, "rest"], 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def test_a_mode_is_measured_and_shown(mode, snapshot, monkeypatch):
     assert run["p99_ms"] >= run["median_ms"] > 0
     assert set(run["steps_ms"]) == {"context", "1", "2", "3", "4"}
     about = dict.fromkeys(("device", "torch", "cuda", "commit"), "x")
-    shown = e2e.markdown(
+    shown = report.markdown(
         {**about, "shape": "0.2b", "parameters": 1, "runs": e2e.merged([found.run], [{**run, "batch": 3}])}
     )
     assert f"| {mode} | float32 | 2 | " in shown
@@ -61,21 +62,41 @@ def test_runs_are_merged_by_mode_and_batch_size():
 
     old = [run("eager", 1, 1), run("step", 8, 1), run("step", 8, 3, "fp8")]
     new = [run("step", 8, 2), run("step", 1, 2)]
-    found = [(one["mode"], one["batch"], one["qps"]) for one in e2e.merged(old, new)]
+    found = [(one["mode"], one["batch"], one["qps"]) for one in report.merged(old, new)]
     assert found == [("step", 1, 2), ("step", 8, 2), ("step", 8, 3), ("eager", 1, 1)]
 
 
 def test_other_modes_are_compared_with_step():
     runs = [{"mode": m, "precision": "fp8", "batch": b, "mean_ms": ms}
             for m, b, ms in [("step", 1, 2.0), ("general", 1, 7.0), ("general", 8, 9.0)]]  # fmt: skip
-    assert [line for line in e2e._ratios(runs) if line.startswith("| general")] == ["| general | fp8 | 1 | 3.50 |"]
+    found = [line for line in report.ratios(runs) if line.startswith("| general")]
+    assert found == ["| general | fp8 | 1 |  | 7.00 | 2.00 | 3.50 |"]
 
 
 def test_runs_of_another_commit_are_named_and_not_compared():
     runs = [{"mode": m, "precision": "fp8", "batch": 1, "mean_ms": ms, "commit": of}
             for m, ms, of in [("step", 2.0, "b"), ("general", 7.0, "a"), ("eager", 6.0, "b")]]  # fmt: skip
-    assert e2e._older({"commit": "b", "runs": runs}) == ["Of commit a: general fp8 1.", ""]
-    assert [line for line in e2e._ratios(runs) if "fp8" in line] == ["| eager | fp8 | 1 | 3.00 |"]
+    more = [{**runs[1], "batch": 8}, {**runs[1], "mode": "step", "batch": 8}]
+    assert report.older({"commit": "b", "runs": runs}) == {"a": "general fp8 1"}
+    assert report.older({"commit": "b", "runs": [*runs, *more]}) == {"a": "general fp8 1, 8; step fp8 8"}
+    found = [line for line in report.ratios(runs) if "fp8" in line]
+    assert found == ["| eager | fp8 | 1 | b | 6.00 | 2.00 | 3.00 |"]
+
+
+def test_a_run_of_step_that_was_replaced_is_still_compared_with_runs_of_its_commit():
+    def run(mode, batch, of, ms):
+        return {"mode": mode, "precision": "fp8", "batch": batch, "mean_ms": ms, "batches": 9, "commit": of, "qps": 1}
+
+    first = [run("step", 1, "a", 2.0), run("step", 8, "a", 4.0), run("general", 1, "a", 7.0)]
+    runs = report.merged(first, [run("step", 1, "b", 1.0), run("step", 8, "b", 2.0)])
+    before = report.replaced(first, runs)
+    kept = {name: value for name, value in first[0].items() if name != "qps"}
+    assert before == [kept]  # nobody asks for the other
+    assert report.replaced(before, runs) == before
+    assert "| general | fp8 | 1 | a | 7.00 | 2.00 | 3.50 |" in report.ratios(runs, before)
+    again = report.merged(runs, [run("general", 1, "b", 6.0)])
+    assert report.replaced([*before, *runs], again) == []
+    assert "| general | fp8 | 1 | b | 6.00 | 1.00 | 6.00 |" in report.ratios(again, [])
 
 
 @pytest.mark.parametrize(("name", "kind"), [
@@ -85,4 +106,4 @@ def test_runs_of_another_commit_are_named_and_not_compared():
     ("cublaslt::splitkreduce_kernel", "products"),
 ])  # fmt: skip
 def test_kernels_have_a_kind(name, kind):
-    assert e2e._kind(name) == kind
+    assert _kernels.kind_of(name) == kind

@@ -2,6 +2,7 @@ import json
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -117,3 +118,26 @@ def test_the_load_generator_does_not_import_the_engine():
 
     code = "import sys, app.cli.bench; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_help_lists_every_measurement_of_the_clone_with_what_it_says_of_itself(cli, tmp_path, monkeypatch):
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "my_figure.py").write_text('"""How fast\nit is: ms.\n\nUsage."""\nimport nothing_like_that\n')
+    (tmp_path / "bench" / "_part.py").write_text('"""No measurement."""\n')
+    monkeypatch.setattr(bench, "CLONE", tmp_path)
+    said = " ".join(cli.invoke(app, ["--help"]).output.split())
+    assert "my-figure How fast it is: ms." in said
+    assert "Usage." not in said.partition("Measurements")[2]
+    assert "part" not in said.partition("Measurements")[2]
+
+
+def test_every_measurement_of_this_clone_says_what_it_is(monkeypatch):
+    monkeypatch.setattr(bench, "CLONE", Path(__file__).parents[2])
+    for name, file in bench.measurements().items():
+        assert bench._about(file), name
+    assert {"attention", "selection", "steps", "e2e", "rest", "cutover"} <= set(bench.measurements())
+
+
+def test_outside_a_clone_help_lists_load_only(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "CLONE", tmp_path)
+    assert "Measurements" not in cli.invoke(app, ["--help"]).output
