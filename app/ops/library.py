@@ -38,4 +38,10 @@ def register(
 
 def eager(tensor: Tensor) -> bool:
     """Whether it is a CPU's own tensor that is computed with now: not a tracer's, nor a parameter."""
-    return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
+    return tensor.is_cpu and not traced(tensor)
+
+
+def traced(tensor: Tensor) -> bool:
+    """Whether it may be a tracer's (torch.export's, torch.compile's, FakeTensorMode's): then the operator is asked,
+    elsewhere its function may be called at once. Of a parameter it is said, too; the operator takes it as well."""
+    return type(tensor) is not Tensor or torch.compiler.is_compiling()

@@ -1,5 +1,8 @@
 """What surrounds a selection: candidates as bits, the trie nodes of what was chosen, and what was wrong with a step's
-numbers: `candidates.cu`, and the same in torch."""
+numbers: `candidates.cu`, and the same in torch.
+
+Registered with `torch.library`, so that torch.export and torch.compile see one node each; the runtime's own tensors go
+to the function at once, as torch's way to an operator of its own takes longer than a launch."""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from app.ops import cuda
+from app.ops.library import register, traced
 
 SOURCE = Path(__file__).with_name("candidates.cu")
 THREADS = 256
@@ -22,6 +26,54 @@ def pack(code: Tensor | None, legal: Tensor, codes: int) -> Tensor:
     code [n, F] int64, distinct in a row; None: column f is code f · legal [n, F] bool · codes C.
     Returns [n, 4 ceil(C / 32)] uint8.
     """
+    if traced(legal):
+        bits: Tensor = torch.ops.widebeam.pack_bits(legal, code, codes)
+        return bits
+    return _pack(legal, code, codes)
+
+
+def children_bits(
+    first: Tensor, code: Tensor, node: Tensor, widest: int, codes: int, *, dead: Tensor, request: Tensor, nodes: int
+) -> Tensor:
+    """The legal children of each row's node as bits (see `pack`), without a list of them.
+
+    first [nodes + 1], code [edges] integer: the tree of `app.ops.trie` · node [n] int64, -1 = none · widest: most
+    children of such a node · codes C · dead [D] int64, ascending: request * nodes + child of what is not legal ·
+    request [n] int64
+    """
+    if traced(node):
+        bits: Tensor = torch.ops.widebeam.children_bits(first, code, node, widest, codes, dead, request, nodes)
+        return bits
+    return _children_bits(first, code, node, widest, codes, dead, request, nodes)
+
+
+def child_of(first: Tensor, code: Tensor, node: Tensor, parent: Tensor, wanted: Tensor, widest: int) -> Tensor:
+    """The node that each code leads to from its parent's (the tree of `app.ops.trie`), -1 where there is none.
+
+    first [nodes + 1], code [edges] integer · node [n] int64 · parent, wanted [m] int64: row of `node`, and code; -1 =
+    none, each of them · widest: most children of such a node
+    """
+    if traced(parent):
+        found: Tensor = torch.ops.widebeam.child_of(first, code, node, parent, wanted, widest)
+        return found
+    return _child_of(first, code, node, parent, wanted, widest)
+
+
+def count_bad(bad: Tensor | None, broken: Sequence[Tensor], score: Tensor, row_start: Tensor) -> Tensor:
+    """What was wrong with a step's numbers: [2 R + 1] int64: bad logits in the living rows of each request, its living
+    rows, and bad scores of all.
+
+    bad [n] integer: bad logits of a row; None = there are none, and then living rows are not counted either · broken
+    [m] integer each, any m: bad scores · score [n] float32: of a row, -inf = a tombstone · row_start [R + 1] int32: the
+    rows of request r are row_start[r]:row_start[r + 1]
+    """
+    if traced(score):
+        counts: Tensor = torch.ops.widebeam.count_bad(score, bad, list(broken), row_start)
+        return counts
+    return _count_bad(score, bad, broken, row_start)
+
+
+def _pack(legal: Tensor, code: Tensor | None, codes: int) -> Tensor:
     n, columns = legal.shape
     stride = _parts(codes, 32) * 4
     if cuda.unfit(legal.device) is None:
@@ -41,15 +93,9 @@ def pack(code: Tensor | None, legal: Tensor, codes: int) -> Tensor:
     return bits.sum(2, dtype=torch.uint8)
 
 
-def children_bits(
-    first: Tensor, code: Tensor, node: Tensor, widest: int, codes: int, *, dead: Tensor, request: Tensor, nodes: int
+def _children_bits(
+    first: Tensor, code: Tensor, node: Tensor, widest: int, codes: int, dead: Tensor, request: Tensor, nodes: int
 ) -> Tensor:
-    """The legal children of each row's node as bits (see `pack`), without a list of them.
-
-    first [nodes + 1], code [edges] integer: the tree of `app.ops.trie` · node [n] int64, -1 = none · widest: most
-    children of such a node · codes C · dead [D] int64, ascending: request * nodes + child of what is not legal ·
-    request [n] int64
-    """
     n = len(node)
     if _fits(first, code):
         stride = _parts(codes, 32) * 4
@@ -67,15 +113,10 @@ def children_bits(
     if len(dead):
         key = request.unsqueeze(1) * nodes + edge + 1
         legal &= dead[torch.searchsorted(dead, key).clamp_(max=len(dead) - 1)] != key
-    return pack(code[edge.clamp_(max=len(code) - 1)].to(torch.int64), legal, codes)
+    return _pack(legal, code[edge.clamp_(max=len(code) - 1)].to(torch.int64), codes)
 
 
-def child_of(first: Tensor, code: Tensor, node: Tensor, parent: Tensor, wanted: Tensor, widest: int) -> Tensor:
-    """The node that each code leads to from its parent's (the tree of `app.ops.trie`), -1 where there is none.
-
-    first [nodes + 1], code [edges] integer · node [n] int64 · parent, wanted [m] int64: row of `node`, and code; -1 =
-    none, each of them · widest: most children of such a node
-    """
+def _child_of(first: Tensor, code: Tensor, node: Tensor, parent: Tensor, wanted: Tensor, widest: int) -> Tensor:
     if _fits(first, code):
         found = torch.empty_like(parent)
         kernel = cuda.load(SOURCE, "child", node.device, WIDE=int(first.dtype == torch.int64))
@@ -97,14 +138,7 @@ def child_of(first: Tensor, code: Tensor, node: Tensor, parent: Tensor, wanted: 
     return torch.where(hit, low + 1, -1)
 
 
-def count_bad(bad: Tensor | None, broken: Sequence[Tensor], score: Tensor, row_start: Tensor) -> Tensor:
-    """What was wrong with a step's numbers: [2 R + 1] int64: bad logits in the living rows of each request, its living
-    rows, and bad scores of all.
-
-    bad [n] integer: bad logits of a row; None = there are none, and then living rows are not counted either · broken
-    [m] integer each, any m: bad scores · score [n] float32: of a row, -inf = a tombstone · row_start [R + 1] int32: the
-    rows of request r are row_start[r]:row_start[r + 1]
-    """
+def _count_bad(score: Tensor, bad: Tensor | None, broken: Sequence[Tensor], row_start: Tensor) -> Tensor:
     requests, device = len(row_start) - 1, score.device
     if bad is not None and len(broken) <= 1 and _countable(bad, *broken):
         counts = torch.empty(2 * requests + 1, dtype=torch.int64, device=device)
@@ -136,3 +170,37 @@ def _countable(*given: Tensor) -> bool:
 
 def _parts(whole: int, part: int) -> int:
     return -(-whole // part)
+
+
+# ---- and their shapes ----------------------------------------------------------------------------------------------
+
+
+def _bits_like(rows: Tensor, codes: int) -> Tensor:
+    return rows.new_empty(rows.shape[0], _parts(codes, 32) * 4, dtype=torch.uint8)
+
+
+def _pack_shape(legal: Tensor, _code: Tensor | None, codes: int) -> Tensor:
+    return _bits_like(legal, codes)
+
+
+def _children_shape(_first: Tensor, _code: Tensor, node: Tensor, _widest: int, codes: int, *_: object) -> Tensor:
+    return _bits_like(node, codes)
+
+
+def _child_shape(_first: Tensor, _code: Tensor, _node: Tensor, parent: Tensor, *_: object) -> Tensor:
+    return parent.new_empty(parent.shape)
+
+
+def _counts_shape(score: Tensor, _bad: object, _broken: object, row_start: Tensor) -> Tensor:
+    return score.new_empty(2 * (row_start.shape[0] - 1) + 1, dtype=torch.int64)
+
+
+_TREE = "Tensor first, Tensor code, Tensor node"
+register("pack_bits(Tensor legal, Tensor? code, int codes) -> Tensor", _pack, _pack_shape)
+register(
+    f"children_bits({_TREE}, int widest, int codes, Tensor dead, Tensor request, SymInt nodes) -> Tensor",
+    _children_bits,
+    _children_shape,
+)
+register(f"child_of({_TREE}, Tensor parent, Tensor wanted, int widest) -> Tensor", _child_of, _child_shape)
+register("count_bad(Tensor score, Tensor? bad, Tensor[] broken, Tensor row_start) -> Tensor", _count_bad, _counts_shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -50,10 +50,15 @@ def requests(row_start: Sequence[int], keep: Sequence[int], device: torch.device
 
 @lru_cache(maxsize=1024)
 def _requests(row_start: tuple[int, ...], keep: tuple[int, ...], device: torch.device) -> Requests:
+    return described(row_start, keep, lambda values: upload_ints(values, torch.int32, device))
+
+
+def described(row_start: Sequence[int], keep: Sequence[int], tensor: Callable[[Sequence[int]], Tensor]) -> Requests:
+    """`requests`, whose tensors are made by `tensor`: int32."""
     out_start = (0, *accumulate(keep))
-    start, kept, out = (upload_ints(one, torch.int32, device) for one in (row_start, keep, out_start))
-    widest = max((stop - start for start, stop in pairwise(row_start)), default=0)
-    return Requests(start, kept, out, widest, max(keep, default=0), row_start[-1], out_start[-1])
+    start, kept, out = (tensor(one) for one in (row_start, keep, out_start))
+    widest = max([0, *(stop - start for start, stop in pairwise(row_start))])  # torch.compile follows no default
+    return Requests(start, kept, out, widest, max([0, *keep]), row_start[-1], out_start[-1])
 
 
 class Geometry(NamedTuple):

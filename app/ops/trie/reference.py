@@ -21,16 +21,17 @@ class Children(NamedTuple):
     legal: Tensor
 
 
-def children(first: Tensor, code: Tensor, node: Tensor, widest: int) -> Children:
-    """The children of each row's node, without a host round trip.
+def children(first: Tensor, code: Tensor, node: Tensor, widest: int, *, narrow: bool = False) -> Children:
+    """The children of each row's node, `widest` columns, without a host round trip.
 
-    first [nodes + 1], code [edges] integer · node [n] int64 · widest: most children of any node of this depth (on a
-    CPU the widest of these rows is used). Padding repeats a row's first code, or 0 where it has none, and is not legal.
+    first [nodes + 1], code [edges] integer · node [n] int64 · widest: most children of any node of this depth · narrow:
+    no more columns than these rows have children, which is asked on the host. Padding repeats a row's first code, or 0
+    where it has none, and is not legal.
     """
     at = node.clamp(min=0)
     low, high = first.unfold(0, 2, 1).index_select(0, at).to(torch.int64).unbind(1)
     high = torch.where(node < 0, low, high)
-    if node.device.type == "cpu" and len(node):
+    if narrow and len(node):
         widest = max(1, int((high - low).amax()))
     start = low.unsqueeze(1)
     edge = start + torch.arange(widest, device=node.device)
@@ -43,13 +44,21 @@ def children(first: Tensor, code: Tensor, node: Tensor, widest: int) -> Children
 
 def dense(first: Tensor, code: Tensor, node: Tensor, widest: int, size: int) -> Children:
     """Every code 0..size-1 of each row as a candidate; `node` tells which lead to a prefix of the catalogue."""
-    some = children(first, code, node, widest)
+    return every(dense_nodes(first, code, node, widest, size))
+
+
+def dense_nodes(first: Tensor, code: Tensor, node: Tensor, widest: int, size: int, *, narrow: bool = False) -> Tensor:
+    """[n, size] int64: the node that each code of each row leads to, -1 = none. narrow: see `children`"""
+    some = children(first, code, node, widest, narrow=narrow)
     target = torch.full((len(node), size + 1), -1, dtype=torch.int64, device=node.device)
     target.scatter_(1, some.code.masked_fill(~some.legal, size), some.node)
-    every = torch.arange(size, device=node.device).expand(len(node), size)
-    return Children(
-        every, target[:, :size], torch.ones((), dtype=torch.bool, device=node.device).expand(len(node), size)
-    )
+    return target[:, :size]
+
+
+def every(nodes: Tensor) -> Children:
+    """All codes of each row as candidates, of which `nodes` [n, size] says where they lead."""
+    code = torch.arange(nodes.shape[1], device=nodes.device).expand(nodes.shape)
+    return Children(code, nodes, torch.ones((), dtype=torch.bool, device=nodes.device).expand(nodes.shape))
 
 
 def contains(sorted_keys: Tensor, node: Tensor, request: Tensor, nodes: int) -> Tensor:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from app.ops.product import Scales, choice, product, product_into, product_onto, reference, scaled
+from app.ops.product import Scales, choice, lt, product, product_into, product_onto, reference, scaled
 from app.ops.product.operators import _whole
+from tests.ops import nodes
 
 
 def operands(n, k, m, dtype=torch.float32):
@@ -71,6 +72,37 @@ def test_an_export_sees_torchs_own_operators():
     names = {str(node.target) for node in graph.nodes if node.op == "call_function"}
     assert any("mm" in name for name in names)
     assert not any("widebeam" in name for name in names)
+
+
+def model(x, weight, state):
+    """Products of each kind; state is changed."""
+    product_into(state[0, : x.shape[0], 2:7], x, weight)
+    added = product_onto(product(x, weight), x, weight)
+    return added, product(x.view(1, *x.shape), weight)
+
+
+def model_by_torch(x, weight, state):
+    state[0, : x.shape[0], 2:7] = functional.linear(x, weight)
+    added = functional.linear(x, weight).addmm_(x, weight.t())
+    return added, functional.linear(x.view(1, *x.shape), weight)
+
+
+def test_a_compiled_graph_has_one_node_each_and_looks_for_no_algorithm_before_it_runs(monkeypatch):
+    monkeypatch.setattr(lt, "library", lambda: pytest.fail("of a CPU, and of a tracer, nobody asks"))
+    given = (*operands(7, 8, 5), torch.zeros(3, 20, 9))
+    assert nodes.compiled(model, given, model_by_torch) == ["product_into", "product", "product_onto", "product"]
+    rows = {0: torch.export.Dim("rows", min=1, max=20)}
+    assert nodes.exported(model, given, (rows, None, None), model_by_torch) == [], "torch's own, one each as well"
+
+
+@pytest.mark.parametrize("rows", [0, 7])
+def test_torch_finds_them_to_be_what_they_say(rows):
+    x, weight = operands(rows, 8, 5)
+    nodes.check("product", x, weight)
+    nodes.check("product", x.view(1, rows, 8), weight)
+    for out in (torch.zeros(rows, 5), torch.zeros(rows, 9)[:, 2:7]):
+        nodes.check("product_into", out, x, weight)
+        nodes.check("product_onto", out, x, weight)
 
 
 def test_the_reference_adds_or_replaces():
