@@ -141,9 +141,9 @@ class Operations:
             if self._pin() != versions:
                 data = msgspec.json.encode(versions) + b"\n"
                 await asyncio.to_thread(state_dir.write, self._pin_file, data)
+                self._artifacts.decided()  # the same again is no other decision: whoever asks often delays nothing
                 self._note(cause, versions)
             self._last = cause, versions
-            self._artifacts.decided()
 
     async def _restore(self, before: object, pin: object) -> None:
         """Put back what was asked for before a decision that could not be carried out, unless it is another's pin that

@@ -195,6 +195,19 @@ async def test_a_decision_overtakes_what_is_about_to_serve_because_it_is_newer(t
         assert await scene.answers() == ["v1"] * 3
 
 
+async def test_whoever_asks_for_the_same_again_and_again_delays_nothing(tmp_path, monkeypatch):
+    async with held(tmp_path, monkeypatch) as scene:
+        server, asked = scene.server, {"weights": "v2"}
+        await scene.queue(2)
+        first = asyncio.create_task(server.post("snapshots:promote", asked))
+        await until(lambda: scene.runtime._batcher._once)
+        again = [asyncio.create_task(server.post("snapshots:promote", asked)) for _ in range(3)]
+        await until(lambda: len(server.live._artifacts.stage._promoting._waiters or ()) >= 3)
+        scene.gate.let(1)
+        assert {(await one).status for one in (first, *again)} == {200}
+        assert (await scene.history())[1:] == [("pin", "v2")]
+
+
 async def test_the_pin_and_what_serves_are_of_the_same_decision_however_slow_a_disk_is(tmp_path, monkeypatch):
     root = world(tmp_path)
     async with live_server(root) as server:
