@@ -3,7 +3,8 @@
     python -m bench._rest_alone ROOT --batch 32 --seconds 4 --k 50
 
 As many requests are under way as `bench.rest` has connections in its closed loop; one line of JSON says how many were
-answered in a second and how long the context and each step took, in milliseconds.
+answered in a second and how long the context and each step took, in milliseconds. Then requests come a few a second,
+as they do there: how long each took from its admission to its answer.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from app.cli.compose import Overrides, Service, compose
+from app.cli.load import arrivals
 from app.cli.loop import run
 from app.cli.serve import use_short_turns
 from app.runtime.runtime import Runtime
 from bench._served import request
-from bench.rest import WARM_S, bodies_ids, parse_metrics, steps_ms
+from bench.rest import FEW, WARM_S, bodies_ids, few_seconds, parse_metrics, percentiles, steps_ms
 
 
 async def alone(service: Service, histories: list[list[str]], batch: int, seconds: float, k: int) -> dict[str, Any]:
-    """Serve in a closed loop; what was measured."""
+    """Serve in a closed loop, then a few; what was measured."""
     runtime = service.build()
     try:
         await runtime.start(service.load)
@@ -40,9 +42,26 @@ async def alone(service: Service, histories: list[list[str]], batch: int, second
         found = {"per_s": (answered[0] - count) / took, "steps_ms": steps_ms(before, after)}
         stop.set()
         await asyncio.gather(*asking)
-        return found
+        return found | {"few_ms": percentiles(await few(runtime, histories, k, few_seconds(seconds)))}
     finally:
         runtime.close()
+
+
+async def few(runtime: Runtime, histories: list[list[str]], k: int, seconds: float) -> list[float]:
+    """Seconds of each of so many requests a second as `bench.rest` has in its row of that name."""
+    took: list[float] = []
+
+    async def one(history: list[str]) -> None:
+        began = time.monotonic()
+        await runtime.admit(request(history, k, None)).outcome()
+        took.append(time.monotonic() - began)
+
+    start = time.monotonic()
+    async with asyncio.TaskGroup() as asked:
+        for number, at in enumerate(arrivals(FEW, seconds, 1)):
+            await asyncio.sleep(start + at - time.monotonic())
+            asked.create_task(one(histories[number % len(histories)]))
+    return took
 
 
 async def _ask(

@@ -9,12 +9,16 @@ items; `widebeam serve` over it as a process of its own; clients over loopback w
 
 closed   connections that ask again as soon as they have their answer: full batches, the most requests a second
 open     Poisson arrivals at 70 % of that; latency counts from the intended time of sending
+few      the same at 20 a second: one request at a time, mostly
 rest     an answer's time at its client less the server's own, from the request's last byte to the answer made
          (`timings_ms.total`): sockets, HTTP, JSON, the event loop's turns
 busy     the closed loop once more, with requests beside it that are refused after their bodies were read, as many as
          make 1,000 a second
 alone    the engine's process without HTTP, with as many requests under way as in the closed loop (`_rest_alone`): what
-         the step loop's own time of a batch is compared with
+         the step loop's own time of a batch is compared with; then as many a second as in `few`, from a request's
+         admission to its answer (`alone, few`): the latency of `few` less this is everything that REST adds
+nothing  as many again with the same bytes to and from a process that does nothing (`_nothing`): of what REST adds, the
+         part that is the clients', their sockets' and two wake-ups'
 
 --front-ends: `server.front_ends`, one server after the other on one root; 0 = HTTP and engine in one process.
 """
@@ -52,13 +56,14 @@ from app.errors import counted
 from app.vocab.artifact import save_vocab
 from app.vocab.publish import commit, draft
 from bench import _served
+from bench._nothing import nothing, response
 from bench._report import commit as commit_of
 from bench._report import table
 from bench._synthetic import Shape, catalogue, deviation
 
 Row = dict[str, Any]
 POLICY = "widebeam: 1\nsteps:\n  all:\n    mask: trie\n    normalize: step\n"
-SHARE, BUSY = 0.7, 1000.0
+SHARE, BUSY, FEW = 0.7, 1000.0, 20.0
 BODIES = 128
 WARM_S = 2.0
 
@@ -205,7 +210,7 @@ async def opened(target: Target, asked: Sequence[bytes], rate: float, seconds: f
     load.close()
     found = {"rate_per_s": rate, "seconds": seconds, "sent": load.sent, "answered": len(load.latencies)}
     return found | {
-        "latency_ms": _percentiles(load.latencies), "sent_late_ms": _percentiles(load.lates),
+        "latency_ms": percentiles(load.latencies), "sent_late_ms": percentiles(load.lates),
         "statuses": dict(load.statuses), **_told(load.rows),
     }  # fmt: skip
 
@@ -219,13 +224,18 @@ def _told(rows: Sequence[tuple[float, _Seen]]) -> Row:
         name: statistics.mean(getattr(seen.timings_ms, name) for _, seen in rows) for name in _Timings.__struct_fields__
     }
     return {
-        "rest_ms": _percentiles(around), "server_mean_ms": parts,
-        "server_ms": _percentiles([seen.timings_ms.total / 1e3 for _, seen in rows]),
+        "rest_ms": percentiles(around), "server_mean_ms": parts,
+        "server_ms": percentiles([seen.timings_ms.total / 1e3 for _, seen in rows]),
         "batch": statistics.mean(seen.batch.requests for _, seen in rows),
     }  # fmt: skip
 
 
-def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+def few_seconds(seconds: float) -> float:
+    """How long a few come a second, where everything else takes so long."""
+    return min(seconds, 10.0)
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """In milliseconds."""
     ordered = 1e3 * np.sort(np.array(seconds))
     return {name: round(float(np.quantile(ordered, q)), 3) for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
@@ -293,10 +303,19 @@ def measure(root: Path, shape: Shape, batch: int, seconds: float, k: int, work: 
         busy = run(closed(target, asked, 3 * batch, seconds, max(1.0, BUSY - full["per_s"])))
         looked.append(metrics(url))
         open_loop = run(opened(target, asked, SHARE * full["per_s"], seconds))
-        few = run(opened(target, asked, 20.0, min(seconds, 10.0)))
+        few = run(opened(target, asked, FEW, few_seconds(seconds)))
+        answer = response(target, asked[0])
+    with nothing(answer, work) as target:
+        least = run(opened(target, asked, FEW, few_seconds(seconds)))
     for n, one in enumerate((full, busy)):
         one["steps_ms"] = steps_ms(*looked[n : n + 2])
-    return {"closed": full, "busy": busy, "open": open_loop, "few": few}
+    return {
+        "closed": full,
+        "busy": busy,
+        "open": open_loop,
+        "few": few,
+        "nothing": {"rate_per_s": FEW, "latency_ms": least["latency_ms"]},
+    }
 
 
 def markdown(document: Row) -> str:
@@ -328,9 +347,19 @@ def markdown(document: Row) -> str:
                 precision, name, f"{asked:.0f}", f"{one.get('refused_per_s', 0):.0f}", f"{one['batch']:.1f}",
                 *("-" if cell is None else f"{cell:.2f}" for cell in (*cells, steps, times)),
             ])  # fmt: skip
+        for name, rate, latency in _beside(run_):
+            cells = [f"{latency['p50']:.2f}", f"{latency['p99']:.2f}"]
+            rows.append([precision, name, f"{rate:.0f}", "-", "-", *cells, *["-"] * 5])
     head = ["precision", "load", "requests/s", "refused/s", "batch", "p50 ms", "p99 ms", "p99 in the server",
             "REST adds, p50", "p99", "steps ms", "times alone"]  # fmt: skip
     return "\n".join([*lines, table(head, rows), ""])
+
+
+def _beside(run_: Row) -> Iterator[tuple[str, float, dict[str, float]]]:
+    """What `few` is to be compared with: its name, requests a second, their latencies."""
+    if "alone" in run_:
+        yield "alone, few", FEW, run_["alone"]["few_ms"]
+    yield "nothing", run_["nothing"]["rate_per_s"], run_["nothing"]["latency_ms"]
 
 
 def main() -> None:

@@ -59,6 +59,7 @@ class Record:
     """What is known about one request by the end of it; `scope["widebeam"]`. Handlers add to it.
 
     client: of the connection; of one that never leaves where the server does not tell
+    facts: called before the line is written, to fill in what the answer need not wait for
     """
 
     def __init__(self, request_id: str, method: str, client: Client | None = None) -> None:
@@ -66,6 +67,7 @@ class Record:
         self.method = method
         self.header_id = request_id.encode()
         self.error: WidebeamError | None = None
+        self.facts: Callable[[], None] = _nothing_more
         self.client = client or Client()
 
     def rename(self, request_id: str) -> None:
@@ -79,6 +81,10 @@ def request_id(headers: media.Headers) -> str:
     """The client's `x-request-id` where it is short and plain, else one of our own. Never used as a key."""
     given = next((value for name, value in headers if name == b"x-request-id"), b"")
     return given.decode("ascii") if SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _nothing_more() -> None:
+    """See `Record`."""
 
 
 class Edge:
@@ -156,6 +162,7 @@ class Exchange:
         if not log.writes(line.level):
             return
         line.ms = round((self._edge.clock() - self._start) * 1e3, 3)
+        self.record.facts()
         if error is not None:
             line.outcome, line.code = errors.outcome_of(error), error.code
         if line.level == "error":  # with a traceback

@@ -4,6 +4,7 @@ the application when a client leaves."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
@@ -23,7 +24,8 @@ LINE: Final = 4
 CLIENT: Final = "widebeam.client"
 """Key of an ASGI scope: the request's `Client`."""
 WHOLE: Final = "widebeam.whole"
-"""Key of an ASGI scope: there once the whole body has been read from the socket, and nobody needs to wait for it."""
+"""Key of an ASGI scope: there once the whole body has been read from the socket, and nobody needs to wait for it; when
+its last byte came, in monotonic seconds."""
 
 
 class _TooMuch(Exception):
@@ -71,6 +73,7 @@ class BoundedHead(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
+        self._read_at = 0.0
         self._parsed_bytes = 0
         self._in_head = self._mixed = False
         self._telling = False
@@ -96,7 +99,7 @@ class BoundedHead(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; then count what belongs to a head that is not complete yet."""
-        self._mixed = False
+        self._read_at, self._mixed = time.monotonic(), False
         self._parse(data)
         if not self._in_head or self.transport.is_closing():
             return
@@ -178,7 +181,7 @@ class BoundedHead(HttpToolsProtocol):
         if self.parser.should_upgrade() and self._framing():
             return
         super().on_message_complete()
-        self.scope[WHOLE] = True  # type: ignore[typeddict-unknown-key]
+        self.scope[WHOLE] = self._read_at  # type: ignore[typeddict-unknown-key]
         if not self.pipeline:  # a large body has paused it, and nobody may read on to see that the client leaves
             self.flow.resume_reading()
 

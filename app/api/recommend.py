@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from fastapi import Request, Response
@@ -14,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from app import core
 from app.api import codec, errors, media, wire
 from app.api.middleware import Record, RequestLine
-from app.api.protocol import Client
+from app.api.protocol import WHOLE, Client
 from app.config import Deployment
 from app.errors import Cancelled, Draining, InvalidRequest, Refused
 from app.runtime.front import Counts, Door, Ticket
@@ -54,7 +55,8 @@ class Recommend:
             answer = wire.to_answer(outcome)
             data = media.ENCODE[kind](answer)
             policy = outcome.versions.policy
-            note(line, asked, answer)
+            line.outcome = answer.status
+            record.facts = partial(note, line, asked, answer)
         except asyncio.CancelledError:
             line.outcome = errors.outcome_of(Draining(""))  # that is what the edge makes of it
             raise
@@ -77,7 +79,7 @@ class Recommend:
         if spoken is None:
             raise errors.UnsupportedMedia("Content-Type must be application/json or application/msgpack")
         data = await read(request.receive)
-        received = self._clock()
+        received = request.scope.get(WHOLE) or self._clock()
         body = self._decoders[spoken].decode(data)
         if body.request_id:
             record.rename(body.request_id)
@@ -155,7 +157,7 @@ async def outcome_or_cancel(ticket: Ticket, client: Client) -> core.Outcome:
 def note(line: RequestLine, asked: core.Request, answer: wire.Answer) -> None:
     """What the log line says about an answer."""
     timings = answer.timings_ms
-    line.outcome, line.k, line.items = answer.status, asked.k, len(answer.items)
+    line.k, line.items = asked.k, len(answer.items)
     line.versions, line.batch, line.unknown = answer.versions, answer.batch, answer.unknown
     line.timings_ms = wire.Timings(
         round(timings.queue, 3), round(timings.context, 3), round(timings.decode, 3), round(timings.total, 3)

@@ -22,7 +22,8 @@ class Malformed(Exception):
 
 
 class Channel(asyncio.Protocol, Generic[Message]):
-    """Sends messages and receives those of one type. What is sent in one turn of the event loop leaves in one write.
+    """Sends messages and receives those of one type. What is sent in one turn of the event loop leaves in one write,
+    but for what is sent at once.
 
     A frame of more than `most` bytes, one that is no message, and whatever `received` raises end the connection.
     """
@@ -45,16 +46,21 @@ class Channel(asyncio.Protocol, Generic[Message]):
 
     # ---- out ---------------------------------------------------------------------------------------------------
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Send a message with this turn's others; nothing once the connection has ended. Raises UnicodeEncodeError."""
+    def send(self, message: msgspec.Struct, *, at_once: bool = False) -> None:
+        """Send a message with this turn's others, or at once with those before it; nothing once the connection has
+        ended. Raises UnicodeEncodeError."""
         body = self._encode(message)
         if self._transport is None:
             return
-        if not self._outgoing:
+        if not self._outgoing and not at_once:
             self._loop.call_soon(self._flush)
         self._outgoing += (len(body).to_bytes(HEAD), body)
+        if at_once:
+            self._flush()
 
     def _flush(self) -> None:
+        if not self._outgoing:
+            return
         data = b"".join(self._outgoing)
         self._outgoing.clear()
         if self._transport is not None and not self._transport.is_closing():

@@ -23,8 +23,8 @@ BESIDE: Final = 2**20
 
 
 class Port(Channel[ToEngine]):
-    """One front end as the engine's event loop sees it. A request costs no task and no timer here: what became of the
-    requests of a batch leaves in one write.
+    """One front end as the engine's event loop sees it. A request costs no task and no timer here. An answer
+    leaves at once: the front end is at work on it while those of the batch's other requests are made.
 
     A front end that does not read its answers is not read from either, so it cannot ask for more; one that writes
     anything but messages is cut off. When the socket ends, so do its requests.
@@ -110,7 +110,7 @@ class Port(Channel[ToEngine]):
             self.send(failed(number, result))
             return
         try:
-            self.send(Answer(number, result))
+            self.send(Answer(number, result), at_once=True)
         except Exception as error:  # noqa: BLE001  a bug of ours: one request fails, and its client hears of it
             self._log.error("answer_failed", request_id=result.request_id, exc_info=error)
             self.send(failed(number, Fault.of(error)))

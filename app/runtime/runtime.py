@@ -364,7 +364,7 @@ class Runtime:
         return outcome
 
     def _outcome(self, end: Served, ranked: Ranked, admitted: Admitted, requests: int, rows: int) -> Outcome:
-        job, now = end.job, self._clock()
+        job = end.job
         snapshot, plan, request = job.snapshot, job.plan, job.request
         ids = snapshot.vocab.ids(ranked.items)
         found = tuple(map(Item, ids, ranked.scores.tolist(), map(tuple, ranked.sids.tolist())))
@@ -390,7 +390,7 @@ class Runtime:
             level=admitted.level,
             unknown_history=admitted.unknown_history,
             unknown_exclude=admitted.unknown_exclude,
-            timings=Timings(queue_ms, end.context_ms, end.decode_ms, 1e3 * (now - request.received)),
+            timings=Timings(queue_ms, end.context_ms, end.decode_ms, 1e3 * (self._clock() - request.received)),
             batch_requests=requests,
             batch_rows=rows,
         )

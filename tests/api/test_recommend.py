@@ -1,4 +1,5 @@
 import asyncio
+import io
 import json
 import time
 
@@ -9,7 +10,8 @@ from app.api.protocol import Client
 from app.api.recommend import outcome_or_cancel
 from app.errors import Cancelled, Expired
 from app.runtime.ticket import PendingTicket
-from tests.api.support import GOLDEN, PATIENCE_S, ask, connect, message, outcome_of, served, until
+from tests.api.support import GOLDEN, PATIENCE_S, FakeFront, ask, connect, message, outcome_of, served, until
+from tests.api.test_leaving import HOLD, connections
 
 CODECS = {
     "json": ("application/json", msgspec.json.encode, msgspec.json.decode),
@@ -209,3 +211,38 @@ async def _request(word: str):
     from app.core import HistoryIds, Request
 
     return Request("r", HistoryIds((word,)), 1)
+
+
+async def test_a_request_s_time_begins_with_its_last_byte_whatever_the_loop_does_after_it():
+    front = FakeFront()
+    connect_, state = connections(front, io.BytesIO())
+    made, _ = connect_()
+    data = message(json.dumps({**GOLDEN, "deadline_ms": 5_000}).encode())
+    made.data_received(data[:-1])
+    for _ in range(5):
+        await asyncio.sleep(0)  # whoever serves it waits for the body
+    before = time.monotonic()
+    made.data_received(data[-1:])
+    after = time.monotonic()
+    while time.monotonic() < after + 0.01:
+        pass  # a turn that takes long
+    await until(lambda: front.admitted and not state.tasks)
+    [asked] = front.admitted
+    assert before <= asked.received <= after
+    assert asked.deadline == pytest.approx(asked.received + 5.0)
+    made.connection_lost(None)
+
+
+async def test_the_time_that_a_request_waits_for_the_one_before_it_is_its_own():
+    front = FakeFront()
+    connect_, state = connections(front, io.BytesIO())
+    made, _ = connect_()
+    made.data_received(HOLD)
+    before = time.monotonic()
+    made.data_received(message(json.dumps(GOLDEN).encode()))
+    after = time.monotonic()
+    await until(lambda: front.admitted)
+    front.release.set()
+    await until(lambda: len(front.admitted) == 2 and not state.tasks)
+    assert before <= front.admitted[1].received <= after
+    made.connection_lost(None)

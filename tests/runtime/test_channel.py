@@ -95,6 +95,24 @@ async def test_what_is_sent_in_one_turn_leaves_in_one_write():
     assert transport.writes == [frames(*sent), frames(Said("later"))]
 
 
+async def test_what_is_sent_at_once_leaves_with_what_was_sent_before_it():
+    channel, transport = Hearing(), Written()
+    channel.connection_made(transport)
+    channel.send(Number(1))
+    channel.send(Number(2), at_once=True)
+    assert transport.writes == [frames(Number(1), Number(2))]
+    channel.send(Number(3), at_once=True)
+    assert transport.writes[1:] == [frames(Number(3))]
+    channel.send(Number(4))
+    channel.send(Number(5))
+    assert transport.writes[2:] == []
+    await asyncio.sleep(0)
+    assert transport.writes[2:] == [frames(Number(4), Number(5))]
+    channel.connection_lost(None)
+    channel.send(Number(6), at_once=True)
+    assert transport.writes[3:] == []
+
+
 async def test_what_was_sent_last_leaves_before_the_end():
     channel, transport = Hearing(), Written()
     channel.connection_made(transport)

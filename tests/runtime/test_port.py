@@ -113,6 +113,24 @@ async def test_it_says_what_is_served_then_answers_what_it_is_asked():
     assert "admission broke" in str(ended.lines())
 
 
+async def test_an_answer_is_on_its_way_before_the_next_one_of_its_batch_is_made():
+    told = []
+
+    class Later(FakeFront):
+        def hand_in(self, asked, tell):
+            told.append(tell)
+            return super().hand_in(asked, lambda _: None)
+
+    ended = Ended(Later())
+    ended.gives(asked(1, request("hold")), asked(2, request("hold")))
+    for number, tell in enumerate(told, 1):
+        tell(outcome_of(request()))
+        assert [answer.number for answer in ended.wire.messages()] == list(range(1, number + 1))
+    assert len(told) == 2
+    ended.front.release.set()
+    await until(lambda: not ended.front.waiting)
+
+
 async def test_an_answer_that_cannot_be_said_is_a_fault_of_that_request_alone(monkeypatch):
     ended = Ended()
     ended.gives(asked(1, request("hold")), asked(2, request("hold")))

@@ -25,6 +25,7 @@ from app.runtime.metrics import Metrics
 from app.runtime.runtime import Runtime
 from app.runtime.status import Reason
 from app.runtime.steps import StepLoop
+from app.vocab.vocab import Vocab
 from tests import support
 
 SIZES = (4, 5, 6)
@@ -107,6 +108,21 @@ async def test_an_answer_names_its_versions_and_counts_unknown_ids():
         assert outcome.versions.policy == "base"
         assert outcome.seed == (await world.ask("i1", k=1).outcome()).seed
         assert outcome.timings.total >= outcome.timings.decode > 0
+
+
+async def test_the_time_that_it_takes_to_make_an_answer_is_in_its_total(monkeypatch):
+    async with started() as world:
+        request, made = Request("r", HistoryIds(("i1",)), k=3, received=time.monotonic()), []
+        ids = Vocab.ids
+
+        def slow(vocab, items):
+            found = ids(vocab, items)
+            made.append(time.monotonic())
+            return found
+
+        monkeypatch.setattr(Vocab, "ids", slow)
+        outcome = await world.runtime.admit(request).outcome()
+    assert outcome.timings.total / 1e3 >= made[-1] - request.received
 
 
 async def test_the_log_says_which_algorithms_were_chosen(monkeypatch):

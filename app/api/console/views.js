@@ -78,11 +78,12 @@ export function memory(status) {
   const rows = (status.snapshots ?? []).map((one) => {
     const names = `weights ${one.weights.version} · vocab ${one.vocab.version}`;
     const facts = { "data-snapshot": one.id, "data-names": names };
-    const act = one.state !== "ready" ? null
+    const earlier = one.deployment === "earlier" && one.state === "ready";
+    const act = one.state !== "ready" || earlier ? null
       : isOlder(one, status.active) ? button("Roll back", "rollback", facts, names) : button("Promote", "promote", facts, names);
     return h("li", { "data-key": one.id },
       h("div", { class: "what" }, badge(one.state), " ", h("strong", {}, names)),
-      h("div", { class: "more quiet" }, code(short(one.id)), ` · ${amount(one.requests)} in flight`,
+      h("div", { class: "more quiet" }, code(short(one.id)), ` · ${amount(one.requests)} in flight`, earlier ? " · made for an earlier deployment.toml" : "",
         one.active_at ? [" · served since ", time(one.active_at)] : [" · ready since ", time(one.ready_at)]),
       h("div", { class: "act" }, act));
   });
