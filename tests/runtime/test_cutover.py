@@ -19,7 +19,7 @@ from app.errors import Rejected
 from app.runtime import memory, preparing, state_dir
 from app.runtime.contracts import Contracts
 from app.runtime.desired import Option
-from app.runtime.loader import bind
+from app.runtime.loader import bind, load_contract
 from app.runtime.reading import read_weights
 from app.vocab.artifact import load_vocab
 from app.vocab.manifest import read_manifest
@@ -70,7 +70,7 @@ class Truth:
     def __init__(self, root):
         self.root, self.known = root, {}
 
-    def of(self, weights_version, vocab_version, policy, history, limits=None):
+    def of(self, weights_version, vocab_version, policy, history):
         key = weights_version, vocab_version, policy, history
         if key not in self.known:
             deployment = read_deployment(self.root)
@@ -96,24 +96,44 @@ class Truth:
         return versions["weights"], versions["vocab"]
 
 
+class Contracted:
+    """The truth where deployment.toml is edited: an answer is that of the contract that it names. roots: which differ
+    in their deployment.toml, and have one contract each; what is seen are (contract, weights, vocab)"""
+
+    def __init__(self, *roots):
+        self.truths = {load_contract(root, read_deployment(root)).id: Truth(root) for root in roots}
+
+    def check(self, answer, history):
+        contract = answer["versions"]["contract"]
+        return contract, *self.truths[contract].check(answer, history)
+
+
 class Load:
     """Clients without pause. Every answer is checked against the truth; `seen` are the pairs as they came."""
 
-    def __init__(self, server, truth, clients=4):
-        self.server, self.truth = server, truth
+    def __init__(self, server, truth, clients=4, policies=("base", "narrow")):
+        self.server, self.truth, self.policies = server, truth, policies
         self.going, self.seen, self.answers = True, [], 0
         self.of_client = [[] for _ in range(clients)]
         self.tasks = [asyncio.create_task(self.run(n)) for n in range(clients)]
 
     async def run(self, n):
-        history, policy = HISTORIES[n % 3], ("base", "narrow")[n % 2]
+        history, policy = HISTORIES[n % 3], self.policies[n % len(self.policies)]
         while self.going:
+            before = self.sending()
             answer = await self.server.recommend(*history, k=10, policy=policy)
             pair = self.truth.check(answer, history)
+            self.received(pair, before)
             self.answers += 1
             for order in (self.seen, self.of_client[n]):
                 if order[-1:] != [pair]:
                     order.append(pair)
+
+    def sending(self):
+        """Somebody is about to ask: whatever `received` is to know of this moment."""
+
+    def received(self, pair, before):
+        """Somebody has an answer. before: what `sending` gave"""
 
     async def sees(self, condition):
         """Wait for what clients are to see; a client that has failed says so at once."""
@@ -126,10 +146,26 @@ class Load:
         """Each client has had an answer."""
         await self.sees(lambda: all(self.of_client))
 
+    async def more(self, number):
+        """So many answers from now on, all of them right."""
+        wanted = self.answers + number
+        await self.sees(lambda: self.answers >= wanted)
+
     async def end(self):
         self.going = False
         await asyncio.gather(*self.tasks)
         return self.seen
+
+
+async def nobody_failed(server):
+    """Every request that was ever asked has been answered."""
+    counters = (await server.status())["counters"]
+    assert counters["failed"] == counters["refused"] == 0, counters
+
+
+def in_force(status):
+    """Whether deployment.toml as it lies there is what serves."""
+    return status["deployment"]["state"] == "in force"
 
 
 def serving(weights=None, vocab=None):
@@ -176,7 +212,7 @@ async def test_weights_vocab_and_pairs_cut_over_under_load_without_a_mixed_answe
         for order in load.of_client:  # what is sent after an answer was received is never older than it
             assert order == sorted(order)
         assert set(seen) <= {("v1", "v1"), ("v2", "v1"), ("v2", "v2"), ("v3", "v3")}
-        assert status["counters"]["failed"] == status["counters"]["refused"] == 0
+        await nobody_failed(server)
         causes = [cutover["cause"] for cutover in status["history"]]
         assert causes == ["start", "newest", "newest", "newest"]
         assert all(cutover["hold_ms"] is not None for cutover in status["history"][1:3])
@@ -341,7 +377,7 @@ class Slow:
     """Loading of some versions waits for permission."""
 
     def __init__(self, monkeypatch, *versions):
-        self.entered, self.go = threading.Event(), threading.Event()
+        self.versions, self.entered, self.go = versions, threading.Event(), threading.Event()
         real = preparing.read_weights
 
         def read(directory, *rest):
@@ -443,24 +479,31 @@ async def test_a_model_that_fails_its_made_up_request_never_serves(tmp_path, mon
 
 async def test_a_served_version_that_is_overwritten_or_removed_serves_on_and_is_reported(tmp_path):
     root = world(tmp_path)
+    whole = shutil.copytree(root, tmp_path / "whole")  # what is damaged in the one is read from the other
+    weights(whole, "v2", 1)
     async with live_server(root) as server:
-        truth = Truth(root)
         await server.settles(lambda status: status["desired"])  # what comes after the first look is a change
-        for history in HISTORIES:
-            for policy in ("base", "narrow"):
-                truth.of("v1", "v1", policy, history)
-        load = Load(server, truth, clients=3)
+        load = Load(server, Truth(whole), clients=3)
+        await load.begun()
         file = root / "weights" / "v1" / "model.safetensors"
         file.write_bytes(file.read_bytes()[:100])
         status = await server.settles(lambda status: "reason" in state_of(status, "weights", "v1"))
         found = state_of(status, "weights", "v1")
         assert (found["state"], found["reason"]["code"]) == ("active", "changed_on_disk")
+        await load.more(10)
         shutil.rmtree(root / "vocab" / "v1")
-        await server.settles(lambda status: serving("v1", "v1")(status) and status["ready"])
+        (root / "vocab" / "v9").mkdir()  # whoever has seen this has seen that the other is gone
+        (root / "vocab" / "v9" / "MANIFEST.json").write_text("{")
+        status = await server.settles(lambda status: state_of(status, "vocab", "v9")["state"] == "rejected")
+        await load.more(10)
+        assert serving("v1", "v1")(status)
+        assert status["ready"]
         weights(root, "v2", 1)
         await server.settles(serving("v2", "v1"))
-        load.going = False
-        await asyncio.gather(*load.tasks, return_exceptions=True)
+        await load.sees(lambda: all(order[-1] == ("v2", "v1") for order in load.of_client))
+        await load.end()
+        assert load.of_client == 3 * [[("v1", "v1"), ("v2", "v1")]]
+        await nobody_failed(server)
 
 
 async def test_take_downs_are_live_at_the_next_admission_and_split_no_batch(tmp_path):
@@ -569,15 +612,22 @@ def edit(root, old, new):
     support.replace_text(file, file.read_text().replace(old, new))
 
 
-async def test_limits_and_precision_change_live_and_the_rest_needs_a_restart(tmp_path):
+async def test_limits_change_live_under_load_without_a_mixed_answer_and_the_rest_needs_a_restart(tmp_path):
     root = world(tmp_path)
+    smaller, narrower = (shutil.copytree(root, tmp_path / name) for name in ("smaller", "narrower"))
+    edit(smaller, "batch = 16", "batch = 8")
+    edit(narrower, "batch = 16", "batch = 8")
+    edit(narrower, "widths = [64, 64, 64]", "widths = [2, 2, 2]")
     async with live_server(root) as server:
-        load = Load(server, Truth(root), clients=2)
-        before = await server.status()
+        truth = Contracted(root, smaller, narrower)
+        first, second, third = truth.truths
+        load = Load(server, truth, clients=2)
+        await load.begun()
         edit(root, "batch = 16", "batch = 8")
-        status = await server.settles(lambda status: status["active"]["contract"] != before["active"]["contract"])
+        status = await server.settles(lambda status: status["active"]["contract"] == second)
         assert serving("v1", "v1")(status)
-        assert status["deployment"] == {"state": "in force", "restart": []}
+        await load.sees(lambda: all(order[-1][0] == second for order in load.of_client))
+        assert (await server.settles(in_force))["deployment"] == {"state": "in force", "restart": []}
         edit(root, "port = 0", "port = 1")
         status = await server.settles(lambda status: status["deployment"]["state"] == "needs restart")
         assert "server.port" in status["deployment"]["restart"]
@@ -585,11 +635,19 @@ async def test_limits_and_precision_change_live_and_the_rest_needs_a_restart(tmp
         status = await server.settles(lambda status: status["deployment"]["state"] == "rejected")
         assert "nope" in status["deployment"]["reason"]["message"]
         edit(root, "\nnope = 1", "")
+        await server.settles(lambda status: status["deployment"]["state"] == "needs restart")
+        await load.more(10)
+        await load.end()
+        assert load.of_client == 2 * [[(first, "v1", "v1"), (second, "v1", "v1")]]
+        load = Load(server, truth, policies=("base",))
+        await load.begun()
         edit(root, "widths = [64, 64, 64]", "widths = [2, 2, 2]")  # `narrow` asks for 3: it cannot serve there
         status = await server.settles(lambda status: status["policies"]["narrow"]["state"] == "rejected")
         assert status["policies"]["narrow"]["errors"][0]["code"] == "K003"
-        load.going = False
-        await asyncio.gather(*load.tasks, return_exceptions=True)
+        await load.sees(lambda: all(order[-1][0] == third for order in load.of_client))
+        await load.end()
+        assert load.of_client == 4 * [[(second, "v1", "v1"), (third, "v1", "v1")]]
+        await nobody_failed(server)
 
 
 async def test_an_edited_overlay_is_in_force_only_after_its_cutover(tmp_path, monkeypatch):

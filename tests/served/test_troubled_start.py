@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
 
 from tests import support
 from tests.served.process import PATIENCE_S, Server
+
+HELD = """
+import sys, threading
+from app.cli.main import run
+from app.runtime import loader, preparing
+
+real, version = preparing.read_weights, sys.argv.pop()
+
+def held(directory, *rest):
+    if directory.name == version:
+        print("held", flush=True)
+        threading.Event().wait()
+    return real(directory, *rest)
+
+loader.read_weights = preparing.read_weights = held
+run()
+"""
+"""`widebeam` with a load of one weights version that never ends, as on a disk that does not answer."""
 
 
 def test_a_root_that_is_not_there_is_a_wrong_command_line(tmp_path):
@@ -56,6 +76,32 @@ def test_without_a_single_inotify_watch_changes_are_found_by_looking(tmp_path):
             assert server.said("watch_failed")
             assert httpx.get(f"{server.public}/livez", timeout=PATIENCE_S).status_code == 200
             assert server.stop() == 0
+            server.client.close()
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_a_signal_in_the_middle_of_a_load_ends_the_server_in_order_and_at_once(tmp_path, version):
+    """Of the first weights, before anything serves, and of others beside what serves."""
+    root = support.write_root(tmp_path / "root")
+    config = support.onerec_config((4, 5, 6))
+    command = [sys.executable, "-c", HELD, "serve", "--root", str(root), version]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env) as process:
+        try:
+            server = Server(process, root)
+            if version == "v2":
+                server.ready()
+                support.write_weights(root, config, support.onerec_weights(config, 1), version)
+            server.until(lambda: any(line.get("text") == "held\n" for line in list(server.lines)), "loading")
+            assert httpx.get(f"{server.public}/livez", timeout=PATIENCE_S).status_code == 200
+            assert server.client.get("/readyz").status_code == (200 if version == "v2" else 503)
+            began = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - began < 30  # the load is never done
+            assert [line for line in server.lines if line.get("event") == "stopped"]
             server.client.close()
         finally:
             if process.poll() is None:
