@@ -54,7 +54,7 @@ Level = Literal["quiet", "normal", "busy"]
 class Request:
     """One recommendation request as the runtime takes it (the wire form is `api.wire`).
 
-    received    monotonic seconds when the body had been read
+    received    monotonic seconds when the body's last byte was there
     deadline    monotonic seconds, or None
     user, ctx   numbers and strings that policies may read
     arms        experiment -> arm that a tester wants, where the deployment allows it
@@ -281,7 +281,8 @@ class Exposure(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """Milliseconds: waiting in the queue, context stage, all steps and the final list, admission to answer."""
+    """Milliseconds: waiting in the queue, context stage, all steps and the final list; in all, from when the request
+    was received until its answer is made."""
 
     queue: float
     context: float

@@ -356,10 +356,11 @@ def markdown(document: Row) -> str:
 
 
 def _beside(run_: Row) -> Iterator[tuple[str, float, dict[str, float]]]:
-    """What `few` is to be compared with: its name, requests a second, their latencies."""
-    if "alone" in run_:
+    """What `few` is to be compared with, where it was measured: its name, requests a second, their latencies."""
+    if "few_ms" in run_.get("alone", {}):
         yield "alone, few", FEW, run_["alone"]["few_ms"]
-    yield "nothing", run_["nothing"]["rate_per_s"], run_["nothing"]["latency_ms"]
+    if "nothing" in run_:
+        yield "nothing", run_["nothing"]["rate_per_s"], run_["nothing"]["latency_ms"]
 
 
 def main() -> None:

@@ -233,7 +233,7 @@ class Unknown(Struct, frozen=True):
 
 
 class Timings(Struct, frozen=True):
-    """Milliseconds."""
+    """Milliseconds; `total` from the request's last byte at the server until the answer is made."""
 
     queue: float
     context: float
