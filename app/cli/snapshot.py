@@ -69,10 +69,10 @@ def rollback(admin: Admin, snapshot: Which = None, json: JsonFlag = False) -> No
         pinned = found["pin"]
         if pinned is not None and pinned["cause"] != "promote":
             raise ServerSays(_stands(found, admin))
-        kept = [one for one in found["snapshots"] if one["state"] == "ready"]
+        kept = [one for one in found["snapshots"] if one["state"] == "ready" and one["deployment"] == "current"]
         before = sorted((one for one in kept if one["active_at"]), key=lambda one: str(one["active_at"]))
         if not before:
-            raise ServerSays("nothing is kept that has served before")
+            raise ServerSays("nothing is kept that has served before under this deployment.toml")
         snapshot = str(before[-1]["id"])
     _decided(call(admin, "POST", f"snapshots/{snapshot}:rollback"), json)
 

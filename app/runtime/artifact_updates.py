@@ -36,7 +36,7 @@ from app.runtime.stage import HEAVY, IN_MEMORY, Overtaken, Stage
 from app.runtime.states import State
 from app.runtime.status import Reason, unfinished
 from app.runtime.survey import Candidate, Survey, asked_anew, survey
-from app.runtime.waiting import note_chosen, note_no_slot, unmet
+from app.runtime.waiting import CHANGED, cause, note_chosen, note_gone, note_no_slot, together, unmet
 from app.vocab.manifest import Kind, version_key
 
 PERIOD_S: Final = 5.0
@@ -47,8 +47,6 @@ SHORT_S: Final = 0.03
 MOST_RESTLESS_S: Final = 4.0
 """And after so long nobody waits for one."""
 CONTRACT: Final = "contract"
-CHANGED: Final = "changed_on_disk"
-"""Of versions in memory whose files are not good."""
 
 
 class ArtifactUpdates:
@@ -128,6 +126,7 @@ class ArtifactUpdates:
         while True:
             seen = await self._still_survey()
             self._look(seen)
+            note_gone(self._ledger, self.stage.serving, seen)
             self._try_again(seen)
             await self._keep_contract()
             edition = self._policies.edition
@@ -170,7 +169,7 @@ class ArtifactUpdates:
             resident = self.stage.resident(want) or await self._beside(self._prepare(want))
             decisions = self._decisions
             if resident is not None and await self._still(want, seen):
-                await self._try(want, resident, _cause(seen), decisions)
+                await self._try(want, resident, cause(seen, want, self.stage.serving), decisions)
             return True
         ahead = self._wanted(seen, {}) if seen.asked_by == f"state/{PIN}" else None
         if ahead is not None and self.stage.resident(ahead) is None:  # it waits, ready, for the pin to go
@@ -205,7 +204,7 @@ class ArtifactUpdates:
         seen = await asyncio.to_thread(asked_anew, known, self._root, self._state_dir) if known else None
         found = self._in_memory(seen) if seen else None
         if seen and found and not self._serves(found[0]):
-            await self._try(*found, _cause(seen), decisions)
+            await self._try(*found, cause(seen, found[0], self.stage.serving), decisions)
             self._tell()
 
     def _in_memory(self, seen: Survey) -> tuple[Want, Resident] | None:
@@ -409,7 +408,7 @@ class ArtifactUpdates:
 
     def _set_apart(self, want: Want, error: Rejected) -> None:
         """A set does not work together. An edited overlay is blamed where all else serves already, or new versions."""
-        if self._is_about_overlay(want):
+        if want.is_about_overlay(self.stage.serving):
             running = self.stage.serving.deployment if self.stage.serving else self._deployment
             self._overlay = Overlay(running, self._overlay.restart, error.bare())
             self._retries.refused(DEPLOYMENT, error.code)
@@ -420,13 +419,6 @@ class ArtifactUpdates:
         for kind, one in want.options:
             if self._ledger.state(kind, one.version) not in IN_MEMORY:
                 self._ledger.reject(kind, one.version, error)
-
-    def _is_about_overlay(self, want: Want) -> bool:
-        """Whether a set differs from the one that serves by its overlay alone."""
-        serving = self.stage.serving
-        if serving is None or serving.deployment == want.deployment:
-            return False
-        return (serving.weights.digest, serving.vocab.digest) == (want.weights.digest, want.vocab.digest)
 
     async def _prepare(self, want: Want) -> Resident | None:
         """A set in memory, or None where something was refused and written down."""
@@ -454,7 +446,7 @@ class ArtifactUpdates:
         """A set was refused, for one of its versions or as a set. Where memory is short, rollbacks go first."""
         if error.code == "no_memory" and self.stage.make_room():
             return  # and once more
-        if of is not None and not self._is_about_overlay(want):
+        if of is not None and not want.is_about_overlay(self.stage.serving):
             self._refuse(of.kind, of.version, error)
         else:
             self._set_apart(want, error)
@@ -479,10 +471,25 @@ class ArtifactUpdates:
             shown["problem"] = {"code": problem.code, "message": problem.message, "location": problem.location}
         return shown
 
+    def snapshots(self) -> list[dict[str, object]]:
+        """The snapshots in memory, the active one first."""
+        return self.stage.documents(self._overlay.deployment)
+
+    def may_stay(self, resident: Resident) -> bool:
+        """Whether a set in memory is one that deployment.toml allows, as it is on the disk or as it still serves."""
+        serving = self.stage.serving
+        return resident.deployment in (self._overlay.deployment, serving and serving.deployment)
+
+    def apart(self, ask: Ask) -> Rejected | None:
+        """Why versions of both kinds cannot serve together; None where they can, or are not known yet."""
+        seen = self._survey
+        if seen is None or not set(HEAVY) <= set(ask):
+            return None
+        return together(self._options(seen, "weights", ask), self._options(seen, "vocab", ask), self._apart.pairs)
+
     def overlay(self) -> dict[str, object]:
         """What became of the last edit of deployment.toml."""
-        serving = self.stage.serving
-        return self._overlay.document(serving.deployment if serving else None)
+        return self._overlay.document(self.stage.serving.deployment if self.stage.serving else None)
 
     def _say_overlay(self) -> None:
         """Write down what became of it, where that is news."""
@@ -491,10 +498,3 @@ class ArtifactUpdates:
             self._said = now
             self._ledger.note("deployment", **now)
             self._log.info("deployment", **now)
-
-
-def _cause(seen: Survey) -> str:
-    """Why what is wanted is wanted, as the history says it."""
-    if not seen.ask:
-        return "newest"
-    return "pin" if seen.asked_by == f"state/{PIN}" else "release"

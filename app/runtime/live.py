@@ -264,7 +264,7 @@ class Live:
             **document,
             "epoch": self.epoch,
             "artifacts": [*self._ledger.documents(), *self._runtime.engines()],
-            "snapshots": self._artifacts.stage.documents(),
+            "snapshots": self._artifacts.snapshots(),
             "desired": self._artifacts.desired(),
             "deployment": self._artifacts.overlay(),
             "killed": self._kill.document(),

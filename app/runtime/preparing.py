@@ -47,6 +47,12 @@ class Want(NamedTuple):
         """Whether a resident is just that."""
         return self == (resident.weights, resident.vocab, resident.deployment)
 
+    def is_about_overlay(self, serving: Resident | None) -> bool:
+        """Whether it differs from the set that serves by its overlay alone."""
+        if serving is None or serving.deployment == self.deployment:
+            return False
+        return (serving.weights.digest, serving.vocab.digest) == (self.weights.digest, self.vocab.digest)
+
     @property
     def options(self) -> tuple[tuple[Kind, Option], ...]:
         """The versions by kind."""

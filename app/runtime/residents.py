@@ -124,13 +124,16 @@ class Residents:
         """The contracts that are in use."""
         return frozenset(one.snapshot.contract.id for one in (*self._kept.values(), *self._draining.values()))
 
-    def documents(self, active: Snapshot, held: Callable[[BatchKey], int]) -> list[dict[str, object]]:
-        """As `GET snapshots` lists them, the active one first."""
+    def documents(
+        self, active: Snapshot, held: Callable[[BatchKey], int], asked: Deployment
+    ) -> list[dict[str, object]]:
+        """As `GET snapshots` lists them, the active one first. asked: what deployment.toml asks for."""
         shown: list[dict[str, object]] = [
             {
                 "id": active.id if resident.key == active.batch_key else resident.snapshot.id,
                 "state": str(state),
                 "contract": resident.snapshot.contract.id,
+                "deployment": "current" if resident.deployment == asked else "earlier",
                 "weights": {"version": resident.weights.version, "digest": resident.weights.digest},
                 "vocab": {"version": resident.vocab.version, "digest": resident.vocab.digest},
                 "requests": held(resident.key),

@@ -321,10 +321,10 @@ class Stage:
         self._burials.add(burial)
         burial.add_done_callback(self._burials.discard)
 
-    def documents(self) -> list[dict[str, object]]:
-        """The snapshots in memory, the active one first."""
+    def documents(self, asked: Deployment) -> list[dict[str, object]]:
+        """The snapshots in memory, the active one first. asked: what deployment.toml asks for."""
         active = self._runtime.active
-        return self.residents.documents(active, self._runtime.held) if active else []
+        return self.residents.documents(active, self._runtime.held, asked) if active else []
 
 
 def _check_kept(active: Snapshot, state: InForce) -> None:
