@@ -119,7 +119,7 @@ def _select_top(
     rank: Tensor, order: Tensor, row_start: Tensor, keep: Tensor, out_start: Tensor, widest: int, most: int, total: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of = Requests(row_start, keep, out_start, widest, most, len(rank), total)
-    if cuda.unfit(rank.device) is None:
+    if cuda.unfit(rank.device) is None and 0 < widest * rank.shape[1] < 1 << 32:
         shape = launch.layout(rank.shape[1], 4, of, rank.device)
         if shape is None:
             return radix.select(rank, order, of)
