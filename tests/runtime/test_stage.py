@@ -96,6 +96,7 @@ async def held(tmp_path, monkeypatch, wait_s=NEVER_S, **kwargs):
         finally:
             gate.open()
             await asyncio.gather(*scene.asked, return_exceptions=True)
+        await scene.answers()  # everybody has one
 
 
 async def test_a_swap_splits_no_batch(tmp_path, monkeypatch):
