@@ -15,6 +15,7 @@ from tests.runtime.test_cutover import (
     Slow,
     Truth,
     edit,
+    in_force,
     items,
     nobody_failed,
     serving,
@@ -163,10 +164,9 @@ async def operated(root, server, seed, acts):
     last = await operator.leave()
     await server.settles(serving(*last))
     await load.sees(lambda: all(order[-1] == last for order in load.of_client))
+    await server.settles(lambda _: server.live._runtime.active.contract.limits.batch == operator.batch)
     await load.end()
-    status = await server.settles(lambda status: status["deployment"]["state"] == "in force")
-    assert server.live._runtime.active.contract.limits.batch == operator.batch
-    assert len(status["snapshots"]) <= 2
+    await server.settles(lambda status: in_force(status) and len(status["snapshots"]) <= 2)  # limits.rollback is 1
     await nobody_failed(server)
     return load, operator
 

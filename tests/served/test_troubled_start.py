@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import httpx
 import pytest
@@ -98,9 +97,7 @@ def test_a_signal_in_the_middle_of_a_load_ends_the_server_in_order_and_at_once(t
             server.until(lambda: any(line.get("text") == "held\n" for line in list(server.lines)), "loading")
             assert httpx.get(f"{server.public}/livez", timeout=PATIENCE_S).status_code == 200
             assert server.client.get("/readyz").status_code == (200 if version == "v2" else 503)
-            began = time.monotonic()
-            assert server.stop() == 0
-            assert time.monotonic() - began < 30  # the load is never done
+            assert server.stop() == 0  # within its patience; the load is never done
             assert [line for line in server.lines if line.get("event") == "stopped"]
             server.client.close()
         finally:
