@@ -11,7 +11,8 @@ closed   connections that ask again as soon as they have their answer: full batc
 open     Poisson arrivals at 70 % of that; latency counts from the intended time of sending
 few      the same at 20 a second: one request at a time, mostly
 rest     an answer's time at its client less the server's own, from the request's last byte to the answer made
-         (`timings_ms.total`): sockets, HTTP, JSON, the event loop's turns
+         (`timings_ms.total`): the client, both sockets, and the answer's way back through messages, JSON and HTTP.
+         What reading the request takes is in `total`: everything that REST adds is told beside `alone, few`
 busy     the closed loop once more, with requests beside it that are refused after their bodies were read, as many as
          make 1,000 a second
 alone    the engine's process without HTTP, with as many requests under way as in the closed loop (`_rest_alone`): what
