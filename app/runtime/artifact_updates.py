@@ -112,7 +112,7 @@ class ArtifactUpdates:
                 await self.check()
             except Exception as error:  # noqa: BLE001  the loop that repairs things must not end
                 self._log.error("artifact_update_failed", exc_info=error)
-            self._tell()
+            self.tell()
             await self._hinted()
 
     async def _hinted(self) -> None:
@@ -142,7 +142,7 @@ class ArtifactUpdates:
             if not await self._pursue(seen):
                 self._settled = now
                 return
-            self._tell()
+            self.tell()
 
     async def _still_survey(self) -> Survey:
         """What the disk says; an overlay that has changed is believed when two surveys agree on it. One that is edited
@@ -205,7 +205,7 @@ class ArtifactUpdates:
         found = self._in_memory(seen) if seen else None
         if seen and found and not self._serves(found[0]):
             await self._try(*found, cause(seen, found[0], self.stage.serving), decisions)
-            self._tell()
+            self.tell()
 
     def _in_memory(self, seen: Survey) -> tuple[Want, Resident] | None:
         """What is asked for, as it is in memory: with the newest that goes with it, else with what serves beside it;
@@ -451,7 +451,8 @@ class ArtifactUpdates:
         else:
             self._set_apart(want, error)
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Something was decided, or a start has looked."""
         told, self.told = self.told, asyncio.Event()
         told.set()
 
@@ -481,11 +482,10 @@ class ArtifactUpdates:
         return resident.deployment in (self._overlay.deployment, serving and serving.deployment)
 
     def apart(self, ask: Ask) -> Rejected | None:
-        """Why versions of both kinds cannot serve together; None where they can, or are not known yet."""
+        """Why versions cannot serve together; None where they can, are not known yet, or what they need may come."""
         seen = self._survey
-        if seen is None or not set(HEAVY) <= set(ask):
-            return None
-        return together(self._options(seen, "weights", ask), self._options(seen, "vocab", ask), self._apart.pairs)
+        weights, vocab = (self._options(seen, kind, ask) if seen else () for kind in HEAVY)
+        return together(weights, vocab, self._apart.pairs, ask)
 
     def overlay(self) -> dict[str, object]:
         """What became of the last edit of deployment.toml."""

@@ -129,6 +129,7 @@ class Live:
             self._takedowns.adopt(active.takedowns)
             self._artifacts.start(active)
             self._apply_kill(self._kill.names)
+        self._artifacts.tell()
 
     async def _for_ever(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
         """Start a loop again whenever a bug of ours ends it."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +29,15 @@ MAX_WAIT_S: Final = 600.0
 OTHER_DEPLOYMENT: Final = "other_deployment"
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Decision:
+    """A pin that is not carried out yet. before: what stood until it came, the latest first: pins that were not carried
+    out either, and last what was, or what this process found (None: no pin)"""
+
+    versions: dict[Kind, str]
+    before: tuple[dict[Kind, str] | None, ...]
+
+
 class Operations:
     """Promote, rollback, pin, unpin. A decision is a pin on the disk first, and a swap after it; so it outlives the
     server, and what watches the disk works towards the same end."""
@@ -46,7 +57,8 @@ class Operations:
         self._ledger, self._log = ledger, log
         self._writing = asyncio.Lock()  # who has written the pin last is the last to come to the stage, too
         self._last: tuple[str, object] | None = None  # the cause of this server's last pin, and the pin
-        self._pending: set[asyncio.Task[Document]] = set()  # decisions that are being carried out
+        self._open: Decision | None = None  # the one that stands
+        self._pending: dict[Decision, asyncio.Task[Document]] = {}  # those that are being carried out
 
     def list(self) -> Document:
         """The snapshots in memory, what is asked for, and the pin that stands: `cause` is null where it is not this
@@ -63,19 +75,19 @@ class Operations:
         was prepared for another deployment.toml than the one on the disk: that would be back a moment later.
         """
         began = asyncio.get_running_loop().time()
-        resident, before = self._named(snapshot_id), self._pin()
+        resident = self._named(snapshot_id)
         if not self._artifacts.may_stay(resident):
             message = "it was prepared for an earlier deployment.toml: with that text put back it serves at once"
             raise Rejected(OTHER_DEPLOYMENT, message, location=DEPLOYMENT)
         was = self._runtime.active
         pin: dict[Kind, str] = {"weights": resident.weights.version, "vocab": resident.vocab.version}
-        await self._write_pin(pin, cause)
+        decision = await self._write_pin(pin, cause)
         try:
             snapshot = await self._artifacts.stage.promote(resident, cause)
         except Rejected:
-            await self._restore(before, pin)
+            await self._withdraw(decision)
             raise
-        self._decided(cause, was, began)
+        self._decided(decision, cause, was, began)
         return {"snapshot": snapshot.id, "state": "active", "pin": self._pin()}
 
     async def ask(self, versions: dict[Kind, str], wait_s: float) -> Document:
@@ -88,36 +100,40 @@ class Operations:
             if not is_version(version):
                 raise InvalidRequest(f"{version[:128]!r} cannot be a version", path=f"$.{kind}")
         self._check(versions)
-        before, was, began = self._pin(), self._runtime.active, asyncio.get_running_loop().time()
-        await self._write_pin(versions, "promote")
+        was, began = self._runtime.active, asyncio.get_running_loop().time()
+        decision = await self._write_pin(versions, "promote")
         await self._artifacts.serve_at_once()
-        carried = asyncio.create_task(self._carried_out(versions, before, was, began))
-        self._pending.add(carried)
-        carried.add_done_callback(self._carried)
+        carried = self._carry(decision, was, began)
         done, _ = await asyncio.wait((carried,), timeout=min(wait_s, MAX_WAIT_S))
         return carried.result() if done else {"state": "pending", "pin": self._pin()}
 
-    async def _carried_out(
-        self, versions: dict[Kind, str], before: dict[Kind, str] | None, was: Snapshot | None, began: float
-    ) -> Document:
+    def _carry(self, decision: Decision, was: Snapshot | None, began: float) -> asyncio.Task[Document]:
+        """The one task that carries a decision out, however often it is asked for."""
+        known = self._pending.get(decision)
+        if known is None:
+            known = self._pending[decision] = asyncio.create_task(self._carried_out(decision, was, began))
+            known.add_done_callback(partial(self._carried, decision))
+        return known
+
+    async def _carried_out(self, decision: Decision, was: Snapshot | None, began: float) -> Document:
         """Until versions that are pinned serve, or something else is pinned. Raises Rejected where they are refused;
         the pin from before stands again then."""
-        while not self._serves(versions):
+        while not self._serves(decision.versions):
             told = self._artifacts.told
-            if self._pin() != versions:
+            if not self._stands(decision):
                 return {"state": "pending", "pin": self._pin()}
             try:
-                self._check(versions)
+                self._check(decision.versions)
             except WidebeamError:
-                await self._restore(before, versions)
+                await self._withdraw(decision)
                 raise
             await told.wait()
-        self._decided("promote", was, began)
+        self._decided(decision, "promote", was, began)
         active = self._runtime.active
         return {"snapshot": active.id if active else None, "state": "active", "pin": self._pin()}
 
-    def _carried(self, carried: asyncio.Task[Document]) -> None:
-        self._pending.discard(carried)
+    def _carried(self, decision: Decision, carried: asyncio.Task[Document]) -> None:
+        del self._pending[decision]
         if not carried.cancelled():
             carried.exception()  # whoever asked has it, or has gone; the version's reason says the same
 
@@ -130,6 +146,7 @@ class Operations:
             weights, vocab = self._named(snapshot_id).versions
             if self._pin() != {"weights": weights, "vocab": vocab}:
                 return {"pin": self._pin()}
+        self._open = None
         if self._pin_file.exists():
             self._pin_file.unlink(missing_ok=True)
             self._artifacts.decided()
@@ -161,27 +178,53 @@ class Operations:
         mine = {"weights": active.weights.version, "vocab": active.vocab_ref.version}
         return all(mine[kind] == version for kind, version in versions.items())
 
-    async def _write_pin(self, versions: dict[Kind, str], cause: str) -> None:
+    async def _write_pin(self, versions: dict[Kind, str], cause: str) -> Decision:
+        """Pin versions; the decision that stands then, which is the same where it is pending already."""
         async with self._writing:
-            if self._pin() != versions:
-                data = msgspec.json.encode(versions) + b"\n"
-                await asyncio.to_thread(state_dir.write, self._pin_file, data)
+            pin, last = self._pin(), self._open
+            pending = last is not None and last.versions == pin  # else it is done, or somebody else's pin stands
+            if last is not None and pending and pin == versions:
+                decision = last
+            else:
+                older = (pin, *last.before) if last is not None and pending else (pin,)
+                decision = Decision(versions, tuple(one for n, one in enumerate(older) if one not in older[n + 1 :]))
+            if pin != versions:
+                await asyncio.to_thread(state_dir.write, self._pin_file, msgspec.json.encode(versions) + b"\n")
                 self._artifacts.decided()  # the same again is no other decision: whoever asks often delays nothing
                 self._note(cause, versions)
-            self._last = cause, versions
+            self._open, self._last = decision, (cause, versions)
+            return decision
 
-    async def _restore(self, before: dict[Kind, str] | None, pin: dict[Kind, str]) -> None:
+    def _stands(self, decision: Decision) -> bool:
+        return self._open is decision and self._pin() == decision.versions
+
+    async def _withdraw(self, decision: Decision) -> None:
         """Put back what was asked for before a decision that could not be carried out, unless it is another's pin that
-        stands by now."""
+        stands by now. What has been refused meanwhile, too, does not come back."""
         async with self._writing:
-            if self._pin() != pin:
+            if not self._stands(decision):
                 return
-            if before is None:
+            before = decision.before
+            while len(before) > 1 and self._is_refused(before[0]):
+                before = before[1:]
+            pin = before[0]
+            if pin is None:
                 self._pin_file.unlink(missing_ok=True)
             else:
-                await asyncio.to_thread(state_dir.write, self._pin_file, msgspec.json.encode(before) + b"\n")
+                await asyncio.to_thread(state_dir.write, self._pin_file, msgspec.json.encode(pin) + b"\n")
+            self._open = None
             self._artifacts.decided()
-            self._note("withdrawn", before or {})
+            self._note("withdrawn", pin or {})
+            if pin is not None and len(before) > 1:  # it was not carried out when something else was asked for
+                self._open = Decision(pin, before[1:])
+                self._carry(self._open, self._runtime.active, asyncio.get_running_loop().time())
+
+    def _is_refused(self, pin: dict[Kind, str] | None) -> bool:
+        try:
+            self._check(pin or {})
+        except WidebeamError:
+            return pin is not None
+        return False
 
     def _pin(self) -> dict[Kind, str] | None:
         """The pin that stands; None where there is none, or nobody can read it: `desired` says why."""
@@ -190,8 +233,10 @@ class Operations:
         except Rejected:
             return None
 
-    def _decided(self, cause: str, was: Snapshot | None, began: float) -> None:
+    def _decided(self, decision: Decision, cause: str, was: Snapshot | None, began: float) -> None:
         """One line of the log for a decision that was carried out: why, what, and how long that took."""
+        if self._open is decision:
+            self._open = None
         active = self._runtime.active
         assert active is not None, "what was decided serves"
         self._log.info(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from app.errors import Rejected
-from app.runtime.desired import PIN, Chosen, Option, choose
+from app.runtime.desired import PIN, Ask, Chosen, Option, choose
 from app.runtime.ledger import Ledger
 from app.runtime.preparing import Want
 from app.runtime.residents import Resident
@@ -57,11 +57,15 @@ def note_gone(ledger: Ledger, serving: Resident | None, seen: Survey) -> None:
             ledger.move(kind, version, State.ACTIVE, reason=Reason(CHANGED, message, f"{kind}/{version}"))
 
 
-def together(weights: Sequence[Option], vocab: Sequence[Option], apart: Collection[tuple[str, str]]) -> Rejected | None:
-    """Why none of these can serve together; None where some can, or where there are none of a kind. apart: as for
-    `choose`."""
+def together(
+    weights: Sequence[Option], vocab: Sequence[Option], apart: Collection[tuple[str, str]], ask: Ask
+) -> Rejected | None:
+    """Why none of these can serve together; None where some can, or where there are none of a kind, or where only one
+    is asked for and what goes with it may still come. apart: as for `choose`."""
     chosen = choose(weights, vocab, apart)
     if not weights or not vocab or chosen.weights is not None:
+        return None
+    if len(ask) < len(KINDS) and choose(weights, vocab).weights is None:
         return None
     message = "; ".join(f"{kind} {version} {why}" for (kind, version), why in chosen.waiting.items())
     return Rejected("requires", message, location=f"weights/{weights[0].version}")

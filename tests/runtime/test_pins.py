@@ -6,15 +6,22 @@ import asyncio
 import json
 import shutil
 
+from app.errors import Rejected
 from app.runtime.state_dir import PIN
 from tests import support
 from tests.live_support import live_server
-from tests.runtime.test_cutover import edit, items, problem, serving, spoiled, state_of, weights, world
+from tests.runtime.test_cutover import Slow, edit, items, problem, serving, spoiled, state_of, weights, world
 
 
 def pins(server):
     """(cause, versions) of what the log says of pins."""
     return [(one["cause"], one["versions"]) for one in server.events("pin")]
+
+
+async def pending(server, root, version):
+    """Promote a version that will be refused; nobody waits for it."""
+    spoiled(root, version, "nan")
+    assert (await server.post("snapshots:promote?wait=0", {"weights": version})).status == 202
 
 
 async def test_a_promotion_that_is_refused_leaves_no_pin_and_newer_versions_serve(tmp_path):
@@ -43,6 +50,95 @@ async def test_a_promotion_that_is_refused_after_its_answer_puts_the_pin_from_be
         await server.settles(lambda _: pins(server)[-1] == ("withdrawn", {"weights": "v1"}))
         assert json.loads((root / "state" / PIN).read_text()) == {"weights": "v1"}
         await server.settles(serving("v1"))
+
+
+async def test_of_two_decisions_in_a_row_that_are_refused_none_stands(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    slow = Slow(monkeypatch, "v8")
+    async with live_server(root) as server:
+        await pending(server, root, "v8")
+        await slow.begun()
+        await pending(server, root, "v9")  # v8 is what stood before it, and is refused meanwhile
+        slow.go.set()
+        await server.settles(lambda _: pins(server)[-1] == ("withdrawn", {}))
+        assert not (root / "state" / PIN).exists()
+        assert serving("v1")(await server.status())
+
+
+async def test_a_decision_that_was_pending_goes_on_when_the_one_after_it_is_refused(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    slow = Slow(monkeypatch, "v8", "v9")
+    async with live_server(root) as server:
+        weights(root, "v8", 1)
+        assert (await server.post("snapshots:promote?wait=0", {"weights": "v8"})).status == 202
+        await slow.begun()
+        await pending(server, root, "v9")
+        slow.go.set()
+        await server.settles(serving("v8"))
+        await server.settles(lambda _: [one["weights"] for one in server.events("decision")] == ["v8"])
+        assert pins(server)[-1] == ("withdrawn", {"weights": "v8"})
+        assert json.loads((root / "state" / PIN).read_text()) == {"weights": "v8"}
+
+
+async def test_what_was_unpinned_does_not_come_back_with_a_refusal(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    slow = Slow(monkeypatch, "v9")
+    async with live_server(root) as server:
+        weights(root, "v2", 1)
+        await server.settles(serving("v2"))
+        assert (await server.post("snapshots:promote?wait=30", {"weights": "v1"})).status == 200
+        await pending(server, root, "v9")
+        await slow.begun()
+        assert (await server.post("snapshots:unpin")).status == 200
+        assert (await server.post("snapshots:promote?wait=0", {"weights": "v9"})).status == 202
+        slow.go.set()
+        await server.settles(lambda _: pins(server)[-1] == ("withdrawn", {}))
+        assert not (root / "state" / PIN).exists()
+        await server.settles(serving("v2"))
+
+
+async def test_a_promotion_of_what_is_in_memory_and_cannot_serve_by_the_policies_is_refused(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        support.write_vocab(root, (4, 5, 6), items("b"), version="v2")
+        await server.settles(serving("v1", "v2"))
+        real = server.live._policies.compiled_for
+
+        async def refuse(snapshot, *rest):
+            if snapshot.vocab_ref.version == "v1":
+                raise Rejected("no_default_policy", "not with it", location="policies/")
+            return await real(snapshot, *rest)
+
+        monkeypatch.setattr(server.live._policies, "compiled_for", refuse)
+        reply = await server.post("snapshots:promote?wait=30", {"vocab": "v1"})
+        assert (reply.status, reply.json()["error"]["code"]) == (422, "requires")
+        assert not (root / "state" / PIN).exists()
+
+
+async def test_what_is_refused_before_anything_serves_leaves_no_pin_either(tmp_path):
+    root = world(tmp_path)
+    shutil.rmtree(root / "weights" / "v1")
+    async with live_server(root, ready=False) as server:
+        await server.settles(lambda status: any("no_weights" in one for one in status["reasons"]))
+        spoiled(root, "v3", "nan")
+        reply = await server.post("snapshots:promote?wait=30", {"weights": "v3"})
+        assert (reply.status, reply.json()["error"]["code"]) == (422, "not_finite")
+        weights(root, "v4", 1)
+        await server.ready()
+        assert serving("v4")(await server.status())
+
+
+async def test_a_decision_that_is_asked_for_again_and_again_is_one(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        weights(root, "v2", 1, {"vocab": ["v2"]})
+        await server.settles(lambda status: state_of(status, "weights", "v2")["state"] == "waiting")
+        for _ in range(20):
+            assert (await server.post("snapshots:promote?wait=0", {"weights": "v2"})).status == 202
+        assert len(server.live._operations._pending) == 1
+        support.write_vocab(root, (4, 5, 6), items("b"), version="v2")
+        await server.settles(lambda _: not server.live._operations._pending)
+        assert [one["weights"] for one in server.events("decision")] == ["v2"]
 
 
 async def test_a_promotion_that_was_answered_as_pending_is_a_decision_when_it_serves(tmp_path):
