@@ -83,12 +83,16 @@ def check_fits(directory: Path, deployment: Deployment, device: torch.device, re
 
 def check_vocab_fits(directory: Path, deployment: Deployment, device: torch.device) -> None:
     """Raise Rejected("no_memory") where a catalogue and its declared columns would not fit, on the host or on the
-    device; what else is wrong with its file is left to whoever reads it."""
+    device; what else is wrong with its file is left to whoever reads it, if it may be read."""
     file = directory / FILE
     try:
-        shape, size = read_header(file)["sid"].shape, file.stat().st_size
-    except (Rejected, KeyError, OSError):
+        size = file.stat().st_size
+    except OSError:
         return
+    try:
+        shape = read_header(file)["sid"].shape
+    except (Rejected, KeyError):
+        shape = ()
     items = shape[0] if shape else 0
     _check_catalogue(items, _most_nodes(items, deployment.sid.sizes), size, deployment, device)
 

@@ -76,6 +76,15 @@ def test_a_file_that_is_no_catalogue_is_refused_as_such(tmp_path):
     assert caught.value.code in {"file_size", "file_digest"}
 
 
+def test_a_file_that_is_no_catalogue_and_larger_than_memory_is_not_read(tmp_path):
+    directory = catalogue(tmp_path, 100).directory
+    with (directory / "items.safetensors").open("r+b") as file:
+        file.truncate(1 << 40)  # a hole: its header does not speak of it
+    with pytest.raises(memory.Rejected) as caught:
+        check_vocab_fits(directory, parse(DECLARED), CPU)
+    assert caught.value.code == "no_memory"
+
+
 async def test_a_catalogue_that_does_not_fit_is_refused_and_what_serves_goes_on(tmp_path, monkeypatch):
     root, left = world(tmp_path), [1 << 40]
     monkeypatch.setattr(memory, "free", lambda device: left[0])
