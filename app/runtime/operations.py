@@ -19,7 +19,6 @@ from app.runtime.ledger import Ledger
 from app.runtime.logs import Log
 from app.runtime.residents import Resident
 from app.runtime.runtime import Runtime
-from app.runtime.snapshot import Snapshot
 from app.runtime.states import State
 from app.vocab.manifest import FILE as MANIFEST
 from app.vocab.manifest import Kind, is_version
@@ -79,7 +78,7 @@ class Operations:
         if not self._artifacts.may_stay(resident):
             message = "it was prepared for an earlier deployment.toml: with that text put back it serves at once"
             raise Rejected(OTHER_DEPLOYMENT, message, location=DEPLOYMENT)
-        was = self._runtime.active
+        was = self._active_id()
         pin: dict[Kind, str] = {"weights": resident.weights.version, "vocab": resident.vocab.version}
         decision = await self._write_pin(pin, cause)
         try:
@@ -100,14 +99,14 @@ class Operations:
             if not is_version(version):
                 raise InvalidRequest(f"{version[:128]!r} cannot be a version", path=f"$.{kind}")
         self._check(versions)
-        was, began = self._runtime.active, asyncio.get_running_loop().time()
+        was, began = self._active_id(), asyncio.get_running_loop().time()
         decision = await self._write_pin(versions, "promote")
         await self._artifacts.serve_at_once()
         carried = self._carry(decision, was, began)
         done, _ = await asyncio.wait((carried,), timeout=min(wait_s, MAX_WAIT_S))
         return carried.result() if done else {"state": "pending", "pin": self._pin()}
 
-    def _carry(self, decision: Decision, was: Snapshot | None, began: float) -> asyncio.Task[Document]:
+    def _carry(self, decision: Decision, was: str | None, began: float) -> asyncio.Task[Document]:
         """The one task that carries a decision out, however often it is asked for."""
         known = self._pending.get(decision)
         if known is None:
@@ -115,7 +114,7 @@ class Operations:
             known.add_done_callback(partial(self._carried, decision))
         return known
 
-    async def _carried_out(self, decision: Decision, was: Snapshot | None, began: float) -> Document:
+    async def _carried_out(self, decision: Decision, was: str | None, began: float) -> Document:
         """Until versions that are pinned serve, or something else is pinned. Raises Rejected where they are refused;
         the pin from before stands again then."""
         while not self._serves(decision.versions):
@@ -129,8 +128,7 @@ class Operations:
                 raise
             await told.wait()
         self._decided(decision, "promote", was, began)
-        active = self._runtime.active
-        return {"snapshot": active.id if active else None, "state": "active", "pin": self._pin()}
+        return {"snapshot": self._active_id(), "state": "active", "pin": self._pin()}
 
     def _carried(self, decision: Decision, carried: asyncio.Task[Document]) -> None:
         del self._pending[decision]
@@ -195,6 +193,11 @@ class Operations:
             self._open, self._last = decision, (cause, versions)
             return decision
 
+    def _active_id(self) -> str | None:
+        """Of what serves; who waits for something else keeps it not in memory, nor its weight slot."""
+        active = self._runtime.active
+        return active.id if active else None
+
     def _stands(self, decision: Decision) -> bool:
         return self._open is decision and self._pin() == decision.versions
 
@@ -217,7 +220,7 @@ class Operations:
             self._note("withdrawn", pin or {})
             if pin is not None and len(before) > 1:  # it was not carried out when something else was asked for
                 self._open = Decision(pin, before[1:])
-                self._carry(self._open, self._runtime.active, asyncio.get_running_loop().time())
+                self._carry(self._open, self._active_id(), asyncio.get_running_loop().time())
 
     def _is_refused(self, pin: dict[Kind, str] | None) -> bool:
         try:
@@ -233,14 +236,14 @@ class Operations:
         except Rejected:
             return None
 
-    def _decided(self, decision: Decision, cause: str, was: Snapshot | None, began: float) -> None:
+    def _decided(self, decision: Decision, cause: str, was: str | None, began: float) -> None:
         """One line of the log for a decision that was carried out: why, what, and how long that took."""
         if self._open is decision:
             self._open = None
         active = self._runtime.active
         assert active is not None, "what was decided serves"
         self._log.info(
-            "decision", cause=cause, snapshot=active.id, before=was.id if was else None,
+            "decision", cause=cause, snapshot=active.id, before=was,
             weights=active.weights.version, vocab=active.vocab_ref.version,
             ms=round(1e3 * (asyncio.get_running_loop().time() - began), 1),
         )  # fmt: skip
