@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import shutil
+import weakref
 
 from app.errors import Rejected
 from app.runtime.state_dir import PIN
@@ -225,3 +227,20 @@ async def test_a_version_that_serves_and_is_removed_is_reported_until_it_is_ther
         shutil.rmtree(root / "vocab" / "v1")
         await server.settles(lambda status: "reason" in state_of(status, "vocab", "v1"))
         assert not problem("no_such_version")(await server.status())
+
+
+async def test_a_promotion_that_is_refused_keeps_nothing_in_memory(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        gc.collect()
+        gc.disable()  # a server has it run rarely: what only it finds keeps a weight slot from the next version
+        try:
+            served = weakref.ref(server.live._runtime.active.engine)
+            spoiled(root, "v9", "nan")
+            assert (await server.post("snapshots:promote?wait=30", {"weights": "v9"})).status == 422
+            for number in (10, 11, 12):
+                weights(root, f"v{number}", number)
+                await server.settles(serving(f"v{number}"))
+            await server.settles(lambda _: served() is None)
+        finally:
+            gc.enable()
