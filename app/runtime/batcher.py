@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from app.config import Limits
 from app.errors import DeadlineTooShort, QueueFull
@@ -19,6 +19,8 @@ from app.runtime.predict import BatchTime
 from app.runtime.thread import EngineThread
 
 R = TypeVar("R")
+REST_S: Final = 1.0
+"""What was learnt of batches is old when none has run for so long."""
 
 
 class _Running(NamedTuple):
@@ -81,12 +83,13 @@ class Batcher:
         return sum(len(one.batch.jobs) for one in self._running)
 
     def check(self, rows: int, deadline: float | None) -> None:
-        """Raise QueueFull, or DeadlineTooShort where the predicted finish lies behind the deadline."""
+        """Raise QueueFull, or DeadlineTooShort where the predicted finish lies behind the deadline. After a rest one is
+        tried nevertheless: where everybody were refused, nobody would learn that a slow time is over."""
         if len(self._waiting) >= self.limits.queue:
             raise QueueFull(f"{self.limits.queue} requests are waiting", retry_after_s=1)
         now = self._clock()
         finish = self._predicted_finish(rows, now)
-        if deadline is not None and finish is not None and finish > deadline:
+        if deadline is not None and finish is not None and finish > deadline and not self._rested(now):
             left = max(0.0, deadline - now)
             raise DeadlineTooShort(
                 f"{1e3 * (finish - now):.1f} ms are needed and {1e3 * left:.1f} ms are left", retry_after_s=1
@@ -175,7 +178,7 @@ class Batcher:
     def _finished(self, batch: Batch, served: Sequence[Served]) -> None:
         one, now = self._running.popleft(), self._clock()
         assert one.batch is batch, "they end in their order"
-        self.time.observe(one.rows, now - max(one.handed, self._ended))
+        self.time.observe(one.rows, now - max(one.handed, self._ended), rested=one.handed - self._ended > REST_S)
         self._ended = now
         self._feed()  # the engine first, the answers after it
         self._done_with(served)
@@ -210,6 +213,9 @@ class Batcher:
         acts, self._once = self._once, []
         for act in acts:
             act()
+
+    def _rested(self, now: float) -> bool:
+        return not self._running and not self._waiting and now - self._ended > REST_S
 
     def _predicted_finish(self, rows: int, now: float) -> float | None:
         """When a request of `rows` would be done if it came now: the running batch's rest, the batches ahead of it, its

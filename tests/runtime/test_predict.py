@@ -26,6 +26,15 @@ def test_a_line_is_found_and_a_change_is_followed():
     assert time.seconds(40) == pytest.approx(0.06, rel=0.05)
 
 
+def test_after_a_rest_a_slow_time_is_soon_forgotten():
+    time = BatchTime()
+    for _ in range(50):
+        time.observe(40, 0.658)
+    for _ in range(5):
+        time.observe(40, 0.015, rested=True)
+    assert time.seconds(40) < 0.05
+
+
 @given(st.lists(st.tuples(st.integers(1, 10**5), st.floats(0, 100)), min_size=8, max_size=30), st.integers(1, 10**5))
 def test_predictions_never_fall_as_rows_grow_and_are_never_negative(seen, rows):
     time = BatchTime()

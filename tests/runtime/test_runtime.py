@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import threading
 import time
 from contextlib import asynccontextmanager, suppress
@@ -19,6 +20,7 @@ from app.errors import Cancelled, DeadlineTooShort, Draining, Expired, InvalidRe
 from app.ops.product import Choice
 from app.ops.product.lt import Algorithm
 from app.ops.product.table import Chosen, Key
+from app.runtime import batcher
 from app.runtime.loader import Loaded
 from app.runtime.logs import make_log
 from app.runtime.metrics import Metrics
@@ -309,7 +311,8 @@ async def test_a_full_queue_refuses_and_admits_again():
         await asyncio.gather(held.outcome(), *(ticket.outcome() for ticket in waiting))
 
 
-async def test_what_cannot_finish_in_time_is_refused_before_it_is_queued():
+async def test_what_cannot_finish_in_time_is_refused_before_it_is_queued(monkeypatch):
+    monkeypatch.setattr(batcher, "REST_S", math.inf)
     async with started() as world:
         for _ in range(8):
             world.runtime._batcher.time.observe(40, 5.0)
@@ -319,6 +322,22 @@ async def test_what_cannot_finish_in_time_is_refused_before_it_is_queued():
         with pytest.raises(Expired):
             world.ask("i1", ms=0)
         assert world.sample("widebeam_deadline_missed_total", stage="admission") == 1
+
+
+async def test_a_server_that_rests_finds_out_that_a_slow_time_is_over(monkeypatch):
+    monkeypatch.setattr(batcher, "REST_S", 0.0)
+    async with started() as world:
+        rows = (await world.ask("i1").outcome()).batch_rows
+        for _ in range(50):
+            world.runtime._batcher.time.observe(rows, 600.0)
+        held = await world.busy()
+        with pytest.raises(DeadlineTooShort, match="are needed"):  # something runs: it is believed
+            world.ask("i1", ms=60_000)
+        world.gate.open.set()
+        await held.outcome()
+        for _ in range(20):
+            assert len((await world.ask("i1", ms=60_000).outcome()).items) == 5  # tried, and learnt from
+        assert world.runtime._batcher.time.seconds(rows) < 60
 
 
 async def test_bad_requests_are_the_clients_and_nothing_is_pinned():
