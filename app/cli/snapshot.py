@@ -26,7 +26,7 @@ def list_(admin: Admin, json: JsonFlag = False) -> None:
         print_json(found)
         return
     rows = [
-        (one["id"], one["state"], one["weights"]["version"], one["vocab"]["version"], one["contract"], one["requests"])
+        (one["id"], _state(one), one["weights"]["version"], one["vocab"]["version"], one["contract"], one["requests"])
         for one in found["snapshots"]
     ]
     print_table(("snapshot", "state", "weights", "vocab", "contract", "requests"), rows)
@@ -131,6 +131,12 @@ def _follows(found: dict[str, Any]) -> str:
     return f"{_named(desired['wanted'])} {verb} ({by})"
 
 
+def _state(snapshot: dict[str, Any]) -> str:
+    """Its state, and whether it may serve again as deployment.toml is now."""
+    earlier = snapshot["state"] == "ready" and snapshot["deployment"] == "earlier"
+    return "ready, of an earlier deployment.toml" if earlier else str(snapshot["state"])
+
+
 def _decided(found: dict[str, Any], json: bool) -> None:
     if json:
         print_json(found)
@@ -138,6 +144,8 @@ def _decided(found: dict[str, Any], json: bool) -> None:
         typer.echo(
             f"{found['state']}: {found.get('snapshot', '')} pinned to {_named(found['pin'])}".replace(":  ", ": ")
         )
+        if "problem" in found:
+            typer.echo(f"which cannot be yet: {found['problem']['message']}")
 
 
 def _named(versions: dict[str, str]) -> str:

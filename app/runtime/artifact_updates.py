@@ -497,4 +497,4 @@ class ArtifactUpdates:
         if now != self._said:
             self._said = now
             self._ledger.note("deployment", **now)
-            self._log.info("deployment", **now)
+            (self._log.info if self._overlay.problem is None else self._log.error)("deployment", **now)

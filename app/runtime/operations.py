@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -104,7 +105,10 @@ class Operations:
         await self._artifacts.serve_at_once()
         carried = self._carry(decision, was, began)
         done, _ = await asyncio.wait((carried,), timeout=min(wait_s, MAX_WAIT_S))
-        return carried.result() if done else {"state": "pending", "pin": self._pin()}
+        if done:
+            return carried.result()
+        problem = self._artifacts.desired().get("problem")  # what it waits for, where that is known
+        return {"state": "pending", "pin": self._pin(), **({"problem": problem} if problem else {})}
 
     def _carry(self, decision: Decision, was: str | None, began: float) -> asyncio.Task[Document]:
         """The one task that carries a decision out, however often it is asked for."""
@@ -124,8 +128,9 @@ class Operations:
             try:
                 self._check(decision.versions)
             except WidebeamError:
-                await self._withdraw(decision)
-                raise
+                with suppress(OSError):  # no room, say: the bad pin must not stay, so once more after the next look
+                    await self._withdraw(decision)
+                    raise
             await told.wait()
         self._decided(decision, "promote", was, began)
         return {"snapshot": self._active_id(), "state": "active", "pin": self._pin()}

@@ -17,8 +17,8 @@ class BatchTime:
         self._seen = 0
 
     def observe(self, rows: int, seconds: float, *, rested: bool = False) -> None:
-        """A batch of so many rows (summed over requests, widest step) took so long. rested: none has run for a while, so
-        it counts for as much as all that was before: a slow time may be over."""
+        """A batch of so many rows (summed over requests, widest step) took so long. rested: none has run for a while;
+        it counts for as much as all that was before, since a slow time may be over."""
         keep = min(self.FORGET, 1 / max(1.0, self._n)) if rested else self.FORGET
         self._seen += 1
         self._n = keep * self._n + 1

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import shutil
 import weakref
 
 from app.errors import Rejected
+from app.runtime import state_dir
 from app.runtime.state_dir import PIN
 from tests import support
+from tests.api.support import PATIENCE_S
 from tests.live_support import live_server
 from tests.runtime.test_cutover import Slow, edit, items, problem, serving, spoiled, state_of, weights, world
 
@@ -80,6 +83,29 @@ async def test_a_decision_that_was_pending_goes_on_when_the_one_after_it_is_refu
         await server.settles(lambda _: [one["weights"] for one in server.events("decision")] == ["v8"])
         assert pins(server)[-1] == ("withdrawn", {"weights": "v8"})
         assert json.loads((root / "state" / PIN).read_text()) == {"weights": "v8"}
+
+
+async def test_a_pin_that_cannot_be_put_back_for_want_of_room_is_put_back_later(tmp_path, monkeypatch):
+    root = world(tmp_path)
+    slow = Slow(monkeypatch, "v9")
+    async with live_server(root) as server:
+        weights(root, "v2", 1)
+        await server.settles(serving("v2"))
+        assert (await server.post("snapshots:promote?wait=30", {"weights": "v1"})).status == 200
+        await pending(server, root, "v9")
+        await slow.begun()
+        tried, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def full(*_):
+            loop.call_soon_threadsafe(tried.set)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(state_dir, "write", full)
+            slow.go.set()
+            await asyncio.wait_for(tried.wait(), PATIENCE_S)
+        await server.settles(lambda _: pins(server)[-1] == ("withdrawn", {"weights": "v1"}))
+        assert json.loads((root / "state" / PIN).read_text()) == {"weights": "v1"}
 
 
 async def test_what_was_unpinned_does_not_come_back_with_a_refusal(tmp_path, monkeypatch):
@@ -168,8 +194,13 @@ async def test_versions_that_do_not_agree_are_refused_and_change_nothing(tmp_pat
         assert (reply.status, reply.json()["error"]["code"]) == (422, "requires")
         assert "requires vocab v2" in reply.json()["error"]["message"]
         assert not (root / "state" / PIN).exists()
-        reply = await server.post("snapshots:promote?wait=0", {"weights": "v2"})  # its vocab may still come
-        assert reply.status == 202
+
+        async def waits(server):
+            reply = await server.post("snapshots:promote?wait=0", {"weights": "v2"})  # its vocab may still come
+            assert reply.status == 202
+            return "requires vocab v2" in reply.json().get("problem", {}).get("message", "")
+
+        await server.sees(waits)
         support.write_vocab(root, (4, 5, 6), items("b"), version="v2")
         await server.settles(serving("v2", "v2"))
 
