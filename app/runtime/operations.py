@@ -107,7 +107,10 @@ class Operations:
         done, _ = await asyncio.wait((carried,), timeout=min(wait_s, MAX_WAIT_S))
         if done:
             return carried.result()
-        problem = self._artifacts.desired().get("problem")  # what it waits for, where that is known
+        desired = self._artifacts.desired()
+        known = desired.get("asked")
+        seen = isinstance(known, dict) and versions.items() <= known.items()  # else it is what was asked for before
+        problem = desired.get("problem") if seen else None  # what it waits for, where that is known
         return {"state": "pending", "pin": self._pin(), **({"problem": problem} if problem else {})}
 
     def _carry(self, decision: Decision, was: str | None, began: float) -> asyncio.Task[Document]:

@@ -156,6 +156,19 @@ async def test_what_is_refused_before_anything_serves_leaves_no_pin_either(tmp_p
         assert serving("v4")(await server.status())
 
 
+async def test_a_promotion_that_is_pending_does_not_wait_for_what_was_asked_for_before(tmp_path):
+    root = world(tmp_path)
+    async with live_server(root) as server:
+        for number in (2, 3):
+            weights(root, f"v{number}", number)
+            await server.settles(serving(f"v{number}"))
+        (root / "release.json").write_text('{"weights": "v99"}')
+        await server.settles(lambda status: "problem" in status["desired"])
+        reply = await server.post("snapshots:promote?wait=0", {"weights": "v1"})  # it has left memory
+        assert "problem" not in reply.json()
+        await server.settles(serving("v1"))
+
+
 async def test_a_decision_that_is_asked_for_again_and_again_is_one(tmp_path):
     root = world(tmp_path)
     async with live_server(root) as server:
