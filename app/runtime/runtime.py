@@ -6,7 +6,8 @@ import asyncio
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version as distribution_version
 from typing import Literal, TypeVar
 
 from app.config import Deployment
@@ -434,6 +435,7 @@ class Runtime:
         return {
             "ready": not reasons,
             "reasons": list(reasons),
+            "build": _build(),
             "uptime_s": round(self._clock() - self._began, 3),
             "device": loaded.device if loaded else self._deployment.device,
             "kernels": active.engine.kernels if active else None,
@@ -460,6 +462,12 @@ def _status(found: int, k: int, most: int) -> tuple[Literal["ok", "underfilled",
     if found < k:
         return "underfilled", "width" if k > most else "candidates"
     return "ok", None
+
+
+@cache
+def _build() -> str:
+    """The version of this package, as it is installed."""
+    return distribution_version("widebeam")
 
 
 def _active(snapshot: Snapshot) -> dict[str, object]:

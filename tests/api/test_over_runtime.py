@@ -6,6 +6,7 @@ import json
 import re
 import time
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 
 import pytest
 
@@ -158,3 +159,4 @@ async def test_the_status_document_has_what_its_readers_rely_on(root):
     assert {"ready", "reasons", "uptime_s", "device", "kernels", "by_torch", "active", "artifacts", "policies",
             "experiments", "queue", "history", "counters"} <= set(document)  # fmt: skip
     assert document["counters"]["executed"] == 1
+    assert document["build"] == version("widebeam")
